@@ -1,0 +1,78 @@
+"""fastweights: pretrained Transformers into recurrent models.
+
+Importing this package is cheap. What needs torch or transformers is loaded when it is used, and converted models become
+known to transformers' Auto classes as soon as those are there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from importlib.abc import MetaPathFinder
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fastweights import ops as ops
+    from fastweights.cache import FastWeightsCache as FastWeightsCache
+    from fastweights.config import FastWeightsConfig as FastWeightsConfig
+    from fastweights.convert import convert as convert
+    from fastweights.convert import load as load
+    from fastweights.convert import lora_modules as lora_modules
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "FastWeightsCache": "fastweights.cache",
+    "FastWeightsConfig": "fastweights.config",
+    "convert": "fastweights.convert",
+    "load": "fastweights.convert",
+    "lora_modules": "fastweights.convert",
+}
+_AUTO_CLASSES = "transformers.models.auto.modeling_auto"
+
+__all__ = [*_PUBLIC, "ops"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ops":
+        return importlib.import_module("fastweights.ops")
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'fastweights' has no attribute {name!r}")
+    return getattr(importlib.import_module(_PUBLIC[name]), name)
+
+
+class _Package(ModuleType):
+    def __setattr__(self, name: str, value: Any) -> None:
+        """`fastweights.convert` is a module and a function; the name belongs to the function."""
+        if name == "convert" and isinstance(value, ModuleType):
+            value = value.convert
+        super().__setattr__(name, value)
+
+
+class _RegisterWithTransformers(MetaPathFinder):
+    """Register our classes right after transformers' Auto classes have been imported."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != _AUTO_CLASSES:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_register(module: ModuleType) -> None:
+            execute(module)
+            importlib.import_module("fastweights.models")
+
+        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec
+
+
+sys.modules[__name__].__class__ = _Package
+if _AUTO_CLASSES in sys.modules:
+    importlib.import_module("fastweights.models")
+else:
+    sys.meta_path.insert(0, _RegisterWithTransformers())

@@ -1,0 +1,185 @@
+"""FastWeightsConfig: everything that says how attention is replaced. Each field is documented once, here;
+the command line's help texts are taken from these descriptions."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, get_type_hints
+
+LOCAL = "local"
+DEFAULT_LOCAL_WINDOW = 32
+
+RULES = ("decay", "gated", "delta", "add", LOCAL)
+FEATURE_MAPS = ("none", "relu", "elu", "dpfp", "favor+", "rfa")
+POSITIVE_MAPS = ("relu", "elu", "dpfp", "favor+")
+NORMALIZERS = ("none", "attention", "sum", "attention+sum")
+GATE_INITS = ("uniform", "log")
+FORGETTING_RULES = ("decay", "gated")
+
+# The best configuration of each rule in the paper's Table 1.
+_BEST_MAP = {"delta": "relu"}
+_BEST_NORMALIZER = {"delta": "sum"}
+
+
+class ConfigError(ValueError):
+    """A configuration that is not defined, with the reason."""
+
+
+def _setting(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
+    return field(default=default, metadata={"help": help, "choices": choices})
+
+
+@dataclass(frozen=True)
+class FastWeightsConfig:
+    rule: str = _setting("decay", "Update rule that replaces softmax attention.", RULES)
+    m: int = _setting(32, "State width: each head keeps a d x m matrix. Not used by the local rule.")
+    feature_map: str | None = _setting(
+        None, "Map applied to queries and keys; by default the rule's best in the paper.", FEATURE_MAPS
+    )
+    normalize: str | None = _setting(
+        None, "Normalisation of outputs and/or features; by default the rule's best in the paper.", NORMALIZERS
+    )
+    gate_init: str = _setting(
+        "uniform",
+        "Start of the forget gates: uniform (the paper's) or log (memory lengths spread logarithmically "
+        "from one token to train_length).",
+        GATE_INITS,
+    )
+    window: int | None = _setting(
+        None,
+        "Width of an exact softmax window joined to the state, 0 for none "
+        f"(for the local rule: its window, {DEFAULT_LOCAL_WINDOW} by default).",
+    )
+    output_norm: bool = _setting(False, "RMS norm on each head's output.")
+    rotary: str = _setting("keep", "Rotary positions on queries and keys, where the model has them.", ("keep", "drop"))
+    state_heads: str = _setting(
+        "query", "One state per query head, or one per key-value head shared by its group.", ("query", "kv")
+    )
+    layers: tuple[int, ...] | None = _setting(
+        None, "Layers to convert (numbers from 0); the others stay attention. By default all of them."
+    )
+    train_length: int = _setting(1024, "Text length, in tokens, that log gates are spread over.")
+    positions: str = _setting(
+        "error",
+        "What to do past the end of a learned position table (GPT-2, OPT): error, or clamp "
+        "(every later token gets the last position).",
+        ("error", "clamp"),
+    )
+    seed: int = _setting(0, "Seed of the new parameters.")
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value, choices = getattr(self, f.name), f.metadata["choices"]
+            if choices and value is not None and value not in choices:
+                raise ConfigError(f"{f.name}={value!r} is not known; choose one of {', '.join(choices)}")
+        self._resolve_defaults()
+        self._check_numbers()
+        self._check_combination()
+
+    def _resolve_defaults(self) -> None:
+        resolved: dict[str, Any] = {}
+        if self.feature_map is None:
+            resolved["feature_map"] = _BEST_MAP.get(self.rule, "none")
+        if self.normalize is None:
+            resolved["normalize"] = _BEST_NORMALIZER.get(self.rule, "none")
+        if self.window is None:
+            resolved["window"] = DEFAULT_LOCAL_WINDOW if self.rule == LOCAL else 0
+        if self.layers is not None:
+            resolved["layers"] = tuple(self.layers)
+        for name, value in resolved.items():
+            object.__setattr__(self, name, value)
+
+    def _check_numbers(self) -> None:
+        smallest_window = 1 if self.rule == LOCAL else 0
+        for name, value, smallest in (
+            ("m", self.m, 1),
+            ("window", self.window, smallest_window),
+            ("train_length", self.train_length, 1),
+            ("seed", self.seed, 0),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
+                raise ConfigError(f"{name} must be a whole number of at least {smallest}, found {value!r}")
+        if not isinstance(self.output_norm, bool):
+            raise ConfigError(f"output_norm must be true or false, found {self.output_norm!r}")
+        if self.layers is None:
+            return
+        if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in self.layers):
+            raise ConfigError(f"layers must be layer numbers from 0 up, found {self.layers!r}")
+        if not self.layers or len(set(self.layers)) != len(self.layers):
+            raise ConfigError(f"layers must name at least one layer and each only once, found {self.layers!r}")
+
+    def _check_combination(self) -> None:
+        for undefined, reason in (
+            (
+                self.rule == "decay" and self.normalize != "none",
+                "the decay rule has no normaliser: its gates bound the state (use normalize='none')",
+            ),
+            (
+                self.rule == LOCAL and (self.feature_map, self.normalize) != ("none", "none"),
+                "local attention is a softmax over its window: it has no feature map and no normaliser of its own",
+            ),
+            (
+                self.normalizes_sum and self.feature_map not in POSITIVE_MAPS,
+                "sum normalisation divides by the sum of the features, which must be positive: "
+                f"use one of the maps {', '.join(POSITIVE_MAPS)}",
+            ),
+            (
+                self.feature_map == "dpfp" and (self.m % 2 or self.m < 4),
+                "dpfp makes an even number of features, at least 4 (m = 2 x its input width): choose such an m",
+            ),
+            (
+                self.feature_map == "rfa" and self.m % 2,
+                "rfa makes a sine and a cosine for each random direction: m must be even",
+            ),
+            (
+                self.gate_init == "log" and self.rule not in FORGETTING_RULES,
+                f"gate_init='log' spreads forget gates, and only {' and '.join(FORGETTING_RULES)} have them",
+            ),
+        ):
+            if undefined:
+                raise ConfigError(
+                    f"rule={self.rule!r}, m={self.m}, feature_map={self.feature_map!r}, "
+                    f"normalize={self.normalize!r}, gate_init={self.gate_init!r} is not defined: {reason}"
+                )
+
+    @property
+    def normalizes_attention(self) -> bool:
+        return "attention" in str(self.normalize)
+
+    @property
+    def normalizes_sum(self) -> bool:
+        return "sum" in str(self.normalize)
+
+    def converts(self, layer_index: int) -> bool:
+        return self.layers is None or layer_index in self.layers
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"layers": None if self.layers is None else list(self.layers)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> FastWeightsConfig:
+        unknown = sorted(set(values) - {f.name for f in fields(cls)})
+        if unknown:
+            raise ConfigError(
+                f"unknown setting {', '.join(unknown)}; known are {', '.join(f.name for f in fields(cls))}"
+            )
+        return cls(**values)
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> FastWeightsConfig:
+        return cls.from_dict(json.loads(text))
+
+    @classmethod
+    def help(cls, name: str) -> str:
+        """The description of a setting, with its choices."""
+        metadata = next(f for f in fields(cls) if f.name == name).metadata
+        choices = f" [{'|'.join(metadata['choices'])}]" if metadata["choices"] else ""
+        return metadata["help"] + choices
+
+    @classmethod
+    def type_of(cls, name: str) -> Any:
+        return get_type_hints(cls)[name]

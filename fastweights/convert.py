@@ -1,0 +1,191 @@
+"""Pretrained model -> fast-weight model; loading and saving with errors that say what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fastweights.config import ConfigError, FastWeightsConfig
+from fastweights.families import Family, family_of
+from fastweights.initialize import initialize
+from fastweights.layer import FastWeightsAttention
+from fastweights.models import CLASSES, CheckpointError, FastWeightsMixin
+
+
+def convert(model: Any, config: FastWeightsConfig | None = None) -> Any:
+    """Replace a pretrained model's attention, in place, by fast weights; the same object comes back."""
+    config = FastWeightsConfig() if config is None else config
+    if isinstance(model, FastWeightsMixin):
+        raise ConfigError(f"this {type(model).__name__} is already converted: start from the pretrained model")
+    family = family_of(model)
+    blocks = family.blocks(model)
+    _check_layers(config, len(blocks))
+    if getattr(model.config, "add_cross_attention", False):
+        raise ConfigError("a model with cross-attention (add_cross_attention=True) cannot be converted")
+    new = {
+        i: _new_layer(family, block, model.config, config, i) for i, block in enumerate(blocks) if config.converts(i)
+    }
+    for index, layer in new.items():
+        setattr(blocks[index], family.attention, layer)
+    model.config.__class__, model.__class__ = CLASSES[family.name]
+    model.config.fastweights = config.to_dict()
+    model.config.architectures = [type(model).__name__]
+    return model
+
+
+def _check_layers(config: FastWeightsConfig, count: int) -> None:
+    beyond = [i for i in config.layers or () if i >= count]
+    if beyond:
+        raise ConfigError(f"layers={beyond} do not exist: the model has {count} layers, numbered 0 to {count - 1}")
+
+
+def _new_layer(
+    family: Family, block: nn.Module, model_config: Any, config: FastWeightsConfig, index: int
+) -> FastWeightsAttention:
+    old = family.attention_of(block)
+    like = next(old.parameters())
+    if not like.is_floating_point():
+        raise ConfigError(
+            f"the weights of layer {index} are {like.dtype}: quantized models must be loaded in a float dtype first"
+        )
+    shape = family.shape(old, model_config)
+    layer = FastWeightsAttention(shape, config, index)
+    initialize(layer, family.weights(old, shape))
+    return layer.to(device=like.device, dtype=like.dtype).train(old.training)
+
+
+def lora_modules(model: Any) -> dict[str, list[str]]:
+    """Arguments for peft's LoraConfig: low-rank updates on the projections, and every other new parameter trained and
+    saved whole."""
+    if not isinstance(model, FastWeightsMixin):
+        raise ConfigError("lora_modules takes a converted model")
+    whole = [
+        name
+        for name, module in model.named_modules()
+        if (
+            next(module.parameters(recurse=False), None) is not None
+            and ".projections." not in name.removesuffix("_norm") + "."
+            and any(f".{part}" in name for part in ("rule.gates", "rule.feature_map", "rule.output_norm", "mix"))
+        )
+        or name.endswith((".projections.q_norm", ".projections.k_norm"))
+    ]
+    return {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "modules_to_save": whole}
+
+
+def load(source: str | os.PathLike, **kwargs: Any) -> Any:
+    """A causal language model from a hub id, a folder or a GGUF file, with errors that name the file."""
+    return _load(AutoModelForCausalLM, source, **kwargs)
+
+
+def load_tokenizer(source: str | os.PathLike) -> Any:
+    """The tokenizer that lies beside a model, or None where there is none."""
+    folder, gguf = _locate(source)
+    has_one = gguf or not Path(folder).is_dir() or any(Path(folder).glob("*tokenizer*"))
+    return _load(AutoTokenizer, source) if has_one else None
+
+
+def _load(kind: Any, source: str | os.PathLike, **kwargs: Any) -> Any:
+    folder, gguf = _locate(source)
+    try:
+        return kind.from_pretrained(folder, **({"gguf_file": gguf} if gguf else {}), **kwargs)
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"{source}: {_damaged(folder)} cannot be read ({error}); copy or save it again"
+        ) from error
+    except ConfigError as error:
+        raise CheckpointError(f"{source}: config.json: {error}") from error
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise CheckpointError(f"{source} cannot be loaded as a model: {error}") from error
+
+
+def _locate(source: str | os.PathLike) -> tuple[str, str | None]:
+    """(folder or hub id, GGUF file name or None)."""
+    path = Path(source)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise CheckpointError(f"no GGUF file at {path}")
+        return str(path.parent), path.name
+    if path.is_file():
+        raise CheckpointError(f"{path} is a file: give the folder it lies in, a GGUF file or a hub id")
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise CheckpointError(f"{path} is not a checkpoint: it has no config.json (save_pretrained writes one)")
+        if not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
+            raise CheckpointError(f"{path} is not a checkpoint: it has a config.json but no model.safetensors")
+        return str(path), None
+    looks_local = path.is_absolute() or str(source).startswith(("./", "../", "~")) or str(source).count("/") > 1
+    if looks_local:
+        raise CheckpointError(f"no folder at {path}")
+    return str(source), None
+
+
+def _damaged(folder: str) -> str:
+    """The first safetensors file in a folder whose length is not what its header says."""
+    from safetensors import safe_open
+
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except SafetensorError:
+            return file.name
+    return "a safetensors file"
+
+
+@contextmanager
+def new_folder(target: str | os.PathLike, overwrite: bool = False) -> Iterator[Path]:
+    """A temporary folder beside `target` that takes its place when all went well; otherwise nothing stays behind."""
+    target = Path(target)
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"{target} exists and is not a folder: choose another output folder")
+    if target.is_dir() and any(target.iterdir()) and not overwrite:
+        raise CheckpointError(f"{target} exists and is not empty: choose another output folder, or pass --overwrite")
+    made: list[Path] = []
+    try:
+        for parent in reversed([p for p in target.parents if not p.exists()]):
+            parent.mkdir()
+            made.append(parent)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    except OSError as error:
+        for parent in reversed(made):
+            parent.rmdir()
+        raise CheckpointError(f"cannot write to {target}: {error.strerror}; choose another output folder") from error
+    try:
+        yield temporary
+        temporary.chmod(0o755)
+        if target.exists():
+            shutil.rmtree(target)
+        temporary.rename(target)
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        for parent in reversed(made):
+            parent.rmdir()
+        if isinstance(error, OSError):
+            raise CheckpointError(f"cannot write to {target}: {error}") from error
+        raise
+
+
+def save(model: Any, folder: str | os.PathLike, tokenizer: Any = None, overwrite: bool = False) -> None:
+    """save_pretrained, all or nothing."""
+    with new_folder(folder, overwrite) as temporary:
+        model.save_pretrained(temporary)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(temporary)
+
+
+def read_settings(folder: str | os.PathLike) -> FastWeightsConfig | None:
+    """The fast-weight settings of a saved model, None for one that is not converted."""
+    values = json.loads((Path(folder) / "config.json").read_text()).get("fastweights")
+    return None if values is None else FastWeightsConfig.from_dict(values)

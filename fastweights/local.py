@@ -1,0 +1,85 @@
+"""Softmax attention over the last w tokens: a rule of its own (the paper's baseline), or joined to a rule's state.
+
+Shapes: q [B,T,H,d]   k, v [B,T,Hkv,d]   mask, reset [B,T]   past k, v [B,w-1,Hkv,d] and their mask [B,w-1]
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class Past(NamedTuple):
+    """The last w - 1 tokens seen, real ones last."""
+
+    k: Tensor
+    v: Tensor
+    mask: Tensor
+
+    @classmethod
+    def empty(cls, k: Tensor, window: int) -> Past:
+        zeros = k.new_zeros(k.shape[0], window - 1, *k.shape[2:])
+        return cls(zeros, zeros, torch.zeros(zeros.shape[:2], dtype=torch.bool, device=k.device))
+
+
+def local_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int,
+    past: Past | None = None,
+    mask: Tensor | None = None,
+    reset: Tensor | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Past]:
+    """Each token attends to itself and to the w - 1 real tokens before it, within its document.
+    The scale of the logits is already in q and k."""
+    past = Past.empty(k, window) if past is None else past
+    real = torch.ones(q.shape[:2], dtype=torch.bool, device=q.device) if mask is None else mask
+    if mask is not None:
+        order = mask.int().argsort(dim=1, stable=True)
+        q, k, v, real = (_reorder(x, order) for x in (q, k, v, real))
+    keys, values, seen = (torch.cat(pair, dim=1) for pair in ((past.k, k), (past.v, v), (past.mask, real)))
+    if mask is not None:
+        everything = seen.int().argsort(dim=1, stable=True)
+        keys, values, seen = (_reorder(x, everything) for x in (keys, values, seen))
+    y = _banded_softmax(q, keys, values, seen, window, reset, softcap)
+    if mask is not None:
+        y = _reorder(y, order.argsort(dim=1)).masked_fill(~mask[..., None, None], 0)
+    start = keys.shape[1] - (window - 1)
+    return y, Past(keys[:, start:], values[:, start:], seen[:, start:])
+
+
+def _reorder(x: Tensor, order: Tensor) -> Tensor:
+    """Padding first, real tokens last: a window is w real tokens wide wherever the padding stood."""
+    return x.gather(1, order.view(*order.shape, *[1] * (x.ndim - 2)).expand_as(x))
+
+
+def _banded_softmax(
+    q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, window: int, reset: Tensor | None, softcap: float | None
+) -> Tensor:
+    """Blocks of w queries against the 2 w - 1 keys they can see: the work grows with T * w."""
+    length, block = q.shape[1], min(window, q.shape[1])
+    missing = -length % block
+    span = block + window - 1
+    documents = torch.zeros_like(q[:, :, 0, 0], dtype=torch.long) if reset is None else reset.cumsum(1)
+    document_of_key = F.pad(documents, (window - 1, missing))
+    keys, values = (F.pad(x, (0, 0, 0, 0, 0, missing)).unfold(1, span, block) for x in (keys, values))
+    seen, document_of_key = F.pad(seen, (0, missing)).unfold(1, span, block), document_of_key.unfold(1, span, block)
+    q = F.pad(q, (0, 0, 0, 0, 0, missing)).unflatten(1, (-1, block)).unflatten(3, (keys.shape[2], -1))
+
+    logits = torch.einsum("bnihgd,bnhdj->bnhgij", q, keys).float()
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    rows, columns = torch.arange(block, device=q.device)[:, None], torch.arange(span, device=q.device)
+    near = (columns >= rows) & (columns < rows + window)
+    document_of_query = document_of_key[..., window - 1 :]
+    same = document_of_query[..., :, None] == document_of_key[..., None, :]
+    itself = columns == rows + window - 1
+    visible = (near & seen[:, :, None, :] & same) | itself
+    weights = logits.masked_fill(~visible[:, :, None, None], float("-inf")).softmax(-1).to(values.dtype)
+    y = torch.einsum("bnhgij,bnhdj->bnihgd", weights, values)
+    return y.flatten(3, 4).flatten(1, 2)[:, :length]

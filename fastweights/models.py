@@ -1,0 +1,240 @@
+"""Converted models as registered Hugging Face classes, one for each family, made from the family's own class.
+
+A converted model is the pretrained class with some attention modules replaced: everything else (embeddings, losses,
+sharding, checkpointing, generate) is inherited.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.cache_utils import Cache
+from transformers.masking_utils import create_causal_mask
+
+from fastweights.cache import FastWeightsCache
+from fastweights.config import FastWeightsConfig
+from fastweights.families import FAMILIES, Family
+from fastweights.layer import FastWeightsAttention, SequenceInfo
+
+PREFIX = "fastweights_"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint whose tensors are not those of the model it says it is."""
+
+
+# The mixin stands before a family's class; to a type checker it has that class's attributes.
+_Base: Any = transformers.PreTrainedModel if TYPE_CHECKING else object
+
+
+class FastWeightsMixin(_Base):
+    """What converted models do differently from the class they come from."""
+
+    family: Family
+    config: Any
+    _is_stateful = True
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        settings = FastWeightsConfig.from_dict(config.fastweights)
+        for index, block in enumerate(self.family.blocks(self)):
+            if settings.converts(index):
+                shape = self.family.shape(self.family.attention_of(block), config)
+                setattr(block, self.family.attention, FastWeightsAttention(shape, settings, index))
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        """As in transformers, but a missing, extra or misshapen tensor is an error."""
+        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        problems = [
+            f"{what}: {', '.join(sorted(map(str, info[key])))}"
+            for what, key in (
+                ("missing tensors", "missing_keys"),
+                ("tensors the model does not have", "unexpected_keys"),
+                ("tensors of another shape", "mismatched_keys"),
+                ("tensors that could not be converted", "error_msgs"),
+            )
+            if info.get(key)
+        ]
+        if problems:
+            source = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+            raise CheckpointError(f"the checkpoint {source} does not fit its config.json; {'; '.join(problems)}")
+        return (model, info) if output_loading_info else model
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Converted layers get their numbers from `convert` or a checkpoint; the rest as the family does it."""
+        if not isinstance(module, FastWeightsAttention):
+            super()._init_weights(module)
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any
+    ) -> None:
+        if generation_config.cache_implementation not in (None, "dynamic"):
+            raise ValueError(
+                f"cache_implementation={generation_config.cache_implementation!r} is for attention; "
+                "a converted model keeps a state of constant size and needs none"
+            )
+        cache = model_kwargs.get("past_key_values")
+        if cache is None and generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = FastWeightsCache(self.config)
+        elif cache is not None:
+            model_kwargs["past_key_values"] = _own_cache(cache, self.config)
+            model_kwargs["past_key_values"]._is_user_defined = True
+
+    def _run(self, forward: Any, inputs: dict[str, Any]) -> Any:
+        """Call the pretrained class's forward with a cache of ours, and tell our layers which tokens are real."""
+        tokens = inputs.get("input_ids")
+        tokens = inputs["inputs_embeds"] if tokens is None else tokens
+        batch, length = tokens.shape[:2]
+        mask = _token_mask(inputs.get("attention_mask"), length)
+        reset = _document_starts(inputs, batch)
+        cache = self._cache(inputs, packed=reset is not None)
+        if inputs.get("position_ids") is None:
+            inputs["position_ids"] = _positions(batch, length, mask, cache, tokens.device)
+        if self.family.learned_positions:
+            inputs["position_ids"] = self._limit_positions(inputs["position_ids"], mask)
+        inputs |= {"past_key_values": cache, "use_cache": cache is not None}
+        inputs["attention_mask"] = self._attention_mask(inputs, reset, tokens, length, cache)
+        outputs = forward(self, **inputs, fast_weights=SequenceInfo(mask, reset))
+        if cache is not None:
+            cache.advance(length, mask, batch, tokens.device)
+        return outputs
+
+    @property
+    def _is_hybrid(self) -> bool:
+        """Whether some layers are still attention."""
+        layers = self.config.fastweights["layers"]
+        return layers is not None and len(layers) < len(self.family.blocks(self))
+
+    def _cache(self, inputs: dict[str, Any], packed: bool) -> FastWeightsCache | None:
+        cache, wanted = inputs.get("past_key_values"), inputs.get("use_cache")
+        if cache is None and wanted is None:
+            wanted = self.config.use_cache and not self.training and not packed
+        if packed and self._is_hybrid and (cache is not None or wanted):
+            raise ValueError("packed documents leave no cache in a model with attention layers: pass use_cache=False")
+        if cache is not None:
+            return _own_cache(cache, self.config)
+        return FastWeightsCache(self.config) if wanted else None
+
+    def _attention_mask(
+        self, inputs: dict[str, Any], reset: Tensor | None, tokens: Tensor, length: int, cache: FastWeightsCache | None
+    ) -> Tensor | None:
+        """The mask for layers that are still attention. Where there are none, an empty 4-D mask keeps transformers
+        from building one of T x T."""
+        mask = inputs.get("attention_mask")
+        if not self._is_hybrid:
+            return torch.empty(tokens.shape[0], 1, length, 0, dtype=torch.bool, device=tokens.device)
+        if reset is not None and not self.family.masks_documents:
+            embeds = torch.empty(*tokens.shape[:2], 0, dtype=self.dtype, device=tokens.device)
+            return create_causal_mask(self.config, embeds, None, None, position_ids=inputs["position_ids"])
+        if mask is not None and cache is not None and mask.shape[1] != int(cache.get_seq_length()) + length:
+            raise ValueError(
+                f"attention_mask covers {mask.shape[1]} tokens, but the layers kept as attention have seen "
+                f"{int(cache.get_seq_length())} and get {length} more: pass a mask for all of them"
+            )
+        return mask
+
+    def _limit_positions(self, position_ids: Tensor, mask: Tensor | None) -> Tensor:
+        table = getattr(self.config, str(self.family.learned_positions))
+        if self.config.fastweights["positions"] == "clamp":
+            return position_ids.clamp(max=table - 1)
+        if not torch.compiler.is_compiling() and int(position_ids.max()) >= table:
+            raise ValueError(_positions_message(self.family.name, table, int(position_ids.max()) + 1))
+        return position_ids
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        if "prompt_lookup_num_tokens" in kwargs or kwargs.get("assistant_model") is not None:
+            raise ValueError("assisted decoding needs a cache that can be cut back; a recurrent state cannot be")
+        return super().generate(*args, **kwargs)
+
+
+def _positions_message(family: str, table: int, wanted: int) -> str:
+    return (
+        f"{family} has learned positions for {table} tokens and this text reaches {wanted}. The state has no end, but "
+        "the position table does: use shorter texts, or set model.config.fastweights['positions'] = 'clamp' "
+        "(--positions clamp) to give every later token the last position"
+    )
+
+
+def _own_cache(cache: Cache, config: Any) -> FastWeightsCache:
+    if isinstance(cache, FastWeightsCache):
+        return cache
+    if cache.get_seq_length() == 0:
+        return FastWeightsCache(config)
+    raise ValueError(f"past_key_values is a {type(cache).__name__} of another model: start from a FastWeightsCache")
+
+
+def _token_mask(attention_mask: Tensor | None, length: int) -> Tensor | None:
+    """Which of the new tokens are real, [B,T]; None when all are."""
+    if attention_mask is None:
+        return None
+    if attention_mask.ndim != 2:
+        raise ValueError(f"attention_mask must be [B,T] for a converted model, found {list(attention_mask.shape)}")
+    mask = attention_mask[:, -length:].bool()
+    on_host = mask.device.type == "cpu" or length > 1
+    if on_host and not torch.compiler.is_compiling() and bool(mask.all()):
+        return None
+    return mask
+
+
+def _document_starts(inputs: dict[str, Any], batch: int) -> Tensor | None:
+    """Where position_ids start again, a new document begins (transformers' own convention for packed documents, which
+    have no mask and no past)."""
+    positions, cache = inputs.get("position_ids"), inputs.get("past_key_values")
+    started = cache is not None and cache.batch_size > 0
+    if positions is None or inputs.get("attention_mask") is not None or started or positions.shape[1] == 1:
+        return None
+    reset = nn.functional.pad(positions[:, 1:] != positions[:, :-1] + 1, (1, 0))
+    if not torch.compiler.is_compiling() and not bool(reset.any()):
+        return None
+    return reset.expand(batch, -1)
+
+
+def _positions(
+    batch: int, length: int, mask: Tensor | None, cache: FastWeightsCache | None, device: torch.device
+) -> Tensor:
+    """Each token's number among the real tokens of its row, those seen before included."""
+    seen = cache.lengths[:, None] if cache is not None and cache.lengths is not None else 0
+    if mask is None:
+        return torch.arange(length, device=device).expand(batch, -1) + seen
+    return (mask.long().cumsum(1) - 1 + seen).clamp(min=0)
+
+
+def _make_classes(family: Family) -> tuple[Any, Any]:
+    """The config and model classes of a family's converted models."""
+    base: Any = getattr(transformers, family.model_class)
+    base_forward = base.forward
+    names = list(inspect.signature(base_forward).parameters)[1:]
+
+    @functools.wraps(base_forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._run(base_forward, dict(zip(names, args, strict=False)) | kwargs)
+
+    config_class = type(
+        f"FastWeights{base.config_class.__name__}",
+        (base.config_class,),
+        {"model_type": PREFIX + family.name, "__module__": __name__},
+    )
+    model_class = type(
+        f"FastWeights{family.model_class}",
+        (FastWeightsMixin, base),
+        {"config_class": config_class, "family": family, "forward": forward, "__module__": __name__},
+    )
+    return config_class, model_class
+
+
+CLASSES: dict[str, tuple[Any, Any]] = {name: _make_classes(family) for name, family in FAMILIES.items()}
+
+for _config_class, _model_class in CLASSES.values():
+    globals()[_config_class.__name__] = _config_class
+    globals()[_model_class.__name__] = _model_class
+    AutoConfig.register(_config_class.model_type, _config_class)
+    AutoModelForCausalLM.register(_config_class, _model_class)
+    # `transformers serve` looks an architecture up as an attribute of the package
+    setattr(transformers, _model_class.__name__, _model_class)

@@ -1,0 +1,128 @@
+"""The rules as fast operations on whole sequences: one function a rule, one dispatch table.
+
+Shapes: q [B,T,G*H,m]   k [B,T,H,m]   v [B,T,H,d]   f_logit [B,T,H,m]   z_logit [B,T,H,d]   g_logit [B,T,H]
+        state [B,H,d,m], float32 (float64 for float64 inputs)   mask, reset [B,T] bool   ->   y [B,T,G*H,d], state
+mask: False marks padding (the state is left alone, y is 0). reset: True marks the first token of a document.
+normalize=True divides by the rule's normaliser, which is then the last row of the state: [B,H,d+1,m].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from fastweights.ops.chunked import chunked
+from fastweights.rules import RULES, loop
+from fastweights.rules.normalizer import divide, join_state, split_state, with_ones
+
+__all__ = ["BACKENDS", "add", "apply", "decay", "delta", "gated", "use_backend"]
+
+
+def _triton(*_: object) -> tuple[Tensor, Tensor]:
+    raise NotImplementedError("backend='triton' is not there yet: use 'chunked', 'loop' or 'auto'")
+
+
+BACKENDS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"loop": loop, "chunked": chunked, "triton": _triton}
+_override: list[str] = []
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Run every operation inside the block with this backend, whatever it was called with."""
+    _resolve(name, length=1)
+    _override.append(name)
+    try:
+        yield
+    finally:
+        _override.pop()
+
+
+def add(q, k, v, state=None, *, normalize=False, mask=None, reset=None, backend="auto"):
+    return apply("add", q, k, v, (), state, normalize, mask, reset, backend)
+
+
+def gated(q, k, v, g_logit, state=None, *, normalize=False, mask=None, reset=None, backend="auto"):
+    return apply("gated", q, k, v, (g_logit,), state, normalize, mask, reset, backend)
+
+
+def delta(q, k, v, g_logit, state=None, *, normalize=False, mask=None, reset=None, backend="auto"):
+    return apply("delta", q, k, v, (g_logit,), state, normalize, mask, reset, backend)
+
+
+def decay(q, k, v, f_logit, z_logit, state=None, *, mask=None, reset=None, backend="auto"):
+    return apply("decay", q, k, v, (f_logit, z_logit), state, False, mask, reset, backend)
+
+
+def apply(
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate_logits: tuple[Tensor, ...],
+    state: Tensor | None = None,
+    normalize: bool = False,
+    mask: Tensor | None = None,
+    reset: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Run the rule called `name`; y comes back in v's dtype, the state in float32 or float64."""
+    _check(name, q, k, v, gate_logits, state, normalize, mask, reset)
+    run = _resolve(_override[-1] if _override else backend, q.shape[1])
+    dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
+    inputs = [x.to(dtype) for x in (q, k, v, *gate_logits)]
+    state = None if state is None else state.to(dtype)
+    with torch.autocast(v.device.type, enabled=False):
+        y, state = _run(name, run, normalize, inputs, state, mask, reset)
+    return y.to(v.dtype), state
+
+
+def _run(name, run, normalize, inputs, state, mask, reset) -> tuple[Tensor, Tensor]:
+    rule, (q, k, v, *gates) = RULES[name], inputs
+    if not normalize:
+        return run(rule, q, k, v, tuple(gates), state, mask, reset)
+    if name != "delta":
+        y, state = run(rule, q, k, with_ones(v), tuple(gates), state, mask, reset)
+        return divide(y[..., :-1], y[..., -1:]), state
+    values, total = split_state(state)
+    y, values = run(rule, q, k, v, tuple(gates), values, mask, reset)
+    divisor, total = run(RULES["add"], q, k, torch.ones_like(v[..., :1]), (), total, mask, reset)
+    return divide(y, divisor), join_state(values, total)
+
+
+def _resolve(backend: str, length: int) -> Callable[..., tuple[Tensor, Tensor]]:
+    if backend == "auto":
+        return BACKENDS["loop" if length == 1 else "chunked"]
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} is not known; choose one of auto, {', '.join(BACKENDS)}")
+    return BACKENDS[backend]
+
+
+def _check(name, q, k, v, gate_logits, state, normalize, mask, reset) -> None:
+    if name not in RULES:
+        raise ValueError(f"rule {name!r} is not known; choose one of {', '.join(RULES)}")
+    if normalize and name == "decay":
+        raise ValueError("the decay rule has no normaliser")
+    if q.ndim != 4 or q.shape[1] == 0:
+        raise ValueError(f"q must be [B,T,H,m] with at least one token, found {list(q.shape)}")
+    if k.ndim != 4 or k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"k must be [B,T,H,m] with q's heads a multiple of H, found k {list(k.shape)}, q {list(q.shape)}"
+        )
+    if v.ndim != 4:
+        raise ValueError(f"v must be [B,T,H,d], found {list(v.shape)}")
+    (batch, length, heads, m), d = k.shape, v.shape[-1]
+    widths = {"m": (m,), "d": (d,), "1": ()}
+    expected: dict[str, tuple] = {"q": (q, (batch, length, q.shape[2], m)), "v": (v, (batch, length, heads, d))}
+    for (gate, width), logit in zip(RULES[name].gates.items(), gate_logits, strict=True):
+        expected[f"{gate}_logit"] = (logit, (batch, length, heads, *widths[width]))
+    expected["state"] = (state, (batch, heads, d + normalize, m))
+    expected |= {"mask": (mask, (batch, length)), "reset": (reset, (batch, length))}
+    for argument, (tensor, shape) in expected.items():
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ValueError(f"{name}: {argument} must be {list(shape)}, found {list(tensor.shape)}")
+    for argument, tensor in (("mask", mask), ("reset", reset)):
+        if tensor is not None and tensor.dtype != torch.bool:
+            raise ValueError(f"{name}: {argument} must be a bool tensor, found {tensor.dtype}")

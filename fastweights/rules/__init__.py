@@ -1,0 +1,11 @@
+"""The mathematics: each rule's step, and the loop over time. Plain torch, any float dtype, any device."""
+
+from fastweights.rules.add import ADD
+from fastweights.rules.base import Rule, loop
+from fastweights.rules.decay import DECAY
+from fastweights.rules.delta import DELTA
+from fastweights.rules.gated import GATED
+
+RULES: dict[str, Rule] = {rule.name: rule for rule in (ADD, GATED, DELTA, DECAY)}
+
+__all__ = ["RULES", "Rule", "loop"]

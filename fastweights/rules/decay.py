@@ -1,0 +1,20 @@
+"""decay: S_t = (z f^T) * S_{t-1} + v_t k_t^T (elementwise),  y_t = S_t q_t.
+
+f = sigmoid(f_logit) in (0,1)^m forgets along the keys, z = sigmoid(z_logit) in (0,1)^d along the values.
+"""
+
+from torch import Tensor
+
+from fastweights.rules.base import MIN_GATE_LOGIT, Rule, outer, read
+
+
+def gate(logit: Tensor) -> Tensor:
+    return logit.clamp(min=MIN_GATE_LOGIT).sigmoid()
+
+
+def step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, f_logit: Tensor, z_logit: Tensor) -> tuple[Tensor, Tensor]:
+    state = outer(gate(z_logit), gate(f_logit)) * state + outer(v, k)
+    return read(state, q), state
+
+
+DECAY = Rule("decay", step, gates={"f": "m", "z": "d"})
