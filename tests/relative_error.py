@@ -1,0 +1,110 @@
+"""What the tests of the operations share: random inputs, one run with all its gradients, and one relative error.
+
+Shapes: q [B,T,G*H,m]   k [B,T,H,m]   v [B,T,H,d]   gate logits [B,T,H,m], [B,T,H,d] or [B,T,H]   state [B,H,d,m]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastweights import ops
+from fastweights.rules import RULES
+
+# Gradients that are zero but for rounding (a lone normalised token's y is v, whatever q) are not compared in ratio.
+SMALLEST_NORM = 1e-9
+# Every rule, and every rule that can be normalised with its normaliser.
+CASES = [(rule, normalize) for rule in RULES for normalize in (False, True) if not (rule == "decay" and normalize)]
+
+
+def case_name(value: object) -> str | None:
+    """Test ids such as gated+norm for the pairs in CASES."""
+    return value[0] + ("+norm" if value[1] else "") if isinstance(value, tuple) else None
+
+
+def assert_close(name: str, found: Any, expected: Any, tolerance: float) -> None:
+    """||found - expected|| / ||expected|| over the whole tensor; ||found - expected|| where expected is all zero."""
+    found, expected = (torch.as_tensor(x).detach().double() for x in (found, expected))
+    assert found.shape == expected.shape, f"{name}: shape {list(found.shape)}, expected {list(expected.shape)}"
+    assert torch.isfinite(expected).all(), f"{name}: what is expected is not finite"
+    assert torch.isfinite(found).all(), f"{name}: {int((~torch.isfinite(found)).sum())} numbers are not finite"
+    scale = float(expected.norm())
+    error = float((found - expected).norm()) / (scale if scale > SMALLEST_NORM else 1.0)
+    assert error <= tolerance, f"{name}: relative error {error:.2e}, allowed {tolerance:.0e}"
+
+
+def assert_all_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert_close(name, found[name], expected[name], tolerance)
+
+
+def op_inputs(
+    rule: str,
+    B: int = 2,
+    T: int = 20,
+    H: int = 2,
+    d: int = 6,
+    m: int = 5,
+    dtype: torch.dtype = torch.float32,
+    groups: int = 1,
+    low: float = -4.0,
+    high: float = 4.0,
+    seed: int = 0,
+    normalize: bool = False,
+    state: bool = True,
+) -> dict[str, Tensor]:
+    """Arguments of ops.<rule>, by name; the same numbers for every dtype. With normalize, what is divided by is
+    positive; delta's keys have length 1, without which its state grows without bound."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    inputs = {"q": draw(B, T, groups * H, m), "k": draw(B, T, H, m), "v": draw(B, T, H, d)}
+    if normalize:
+        inputs |= {name: inputs[name].abs() + 0.1 for name in ("q", "k")}
+    if rule == "delta":
+        inputs["k"] = inputs["k"] / inputs["k"].norm(dim=-1, keepdim=True)
+    widths: dict[str, tuple[int, ...]] = {"m": (m,), "d": (d,), "1": ()}
+    for gate, width in RULES[rule].gates.items():
+        uniform = torch.rand((B, T, H, *widths[width]), generator=generator)
+        inputs[f"{gate}_logit"] = low + (high - low) * uniform
+    if state:
+        inputs["state"] = draw(B, H, d + normalize, m)
+        if normalize:
+            inputs["state"][:, :, -1].abs_()
+    return {name: x.to(dtype) for name, x in inputs.items()}
+
+
+def op_flags(kind: str, B: int, T: int, seed: int = 0) -> dict[str, Tensor]:
+    """mask (padding anywhere), reset (documents anywhere), both or none, as kind says by naming them."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    flags = {
+        "mask": torch.rand(B, T, generator=generator) < 0.7,
+        "reset": torch.rand(B, T, generator=generator) < 0.1,
+    }
+    flags["mask"][0, : T // 3] = False
+    flags["reset"][0, T // 2] = True
+    return {name: flag for name, flag in flags.items() if name in kind}
+
+
+def run_op(rule: str, inputs: Mapping[str, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
+    if not options.get("normalize", True):
+        del options["normalize"]
+    return getattr(ops, rule)(**inputs, **options)
+
+
+def run_with_gradients(rule: str, inputs: Mapping[str, Tensor], **options: Any) -> dict[str, Tensor]:
+    """y, the end state, and the gradient of every input from both of them together."""
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
+    y, state = run_op(rule, leaves, **options)
+    generator = torch.Generator().manual_seed(99)
+    weights = [torch.randn(x.shape, generator=generator).to(x.dtype) for x in (y, state)]
+    loss = (y * weights[0]).sum() + (state * weights[1]).sum()
+    gradients = torch.autograd.grad(loss, list(leaves.values()))
+    results = {f"gradient of {name}": grad for name, grad in zip(leaves, gradients, strict=True)}
+    return {"y": y.detach(), "state": state.detach(), **results}

@@ -1,0 +1,436 @@
+"""ops: the loop against the paper's equations written in numpy, the chunked form against the loop, and what both
+promise about padding, packed documents, carried states and dtypes. Then local attention against a plain softmax."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from relative_error import (
+    CASES,
+    assert_all_close,
+    assert_close,
+    case_name,
+    op_flags,
+    op_inputs,
+    run_op,
+    run_with_gradients,
+)
+from torch import Tensor
+
+from fastweights import ops
+from fastweights.local import Past, local_attention
+from fastweights.rules import RULES
+from fastweights.rules.base import MIN_GATE_LOGIT
+
+LENGTHS = (1, 15, 16, 17, 63, 64, 65, 100, 129)
+FLAGS = ("none", "mask", "reset", "mask+reset")
+BACKENDS = ("loop", "chunked")
+OUTPUTS = ("y", "state")
+
+every_rule = pytest.mark.parametrize("rule", RULES)
+every_case = pytest.mark.parametrize(("rule", "normalize"), CASES, ids=[str(case_name(c)) for c in CASES])
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def as_float32(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.float() for name, x in inputs.items()}
+
+
+def cut(inputs: dict[str, Tensor], start: int, stop: int | None) -> dict[str, Tensor]:
+    """Tokens start to stop of every input that has time; the state is left out."""
+    return {name: x[:, start:stop] for name, x in inputs.items() if name != "state"}
+
+
+# --- the truth: the four equations of the paper, one number of the batch, one head, one token at a time
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def paper_update(
+    rule: str, S: np.ndarray, n: np.ndarray, k: np.ndarray, v: np.ndarray, gates: list[np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
+    if rule == "add":
+        return S + np.outer(v, k), n + k
+    if rule == "gated":
+        (g,) = gates
+        return g * S + (1 - g) * np.outer(v, k), g * n + (1 - g) * k
+    if rule == "delta":
+        (g,) = gates
+        return S + g * np.outer(v - S @ k, k), n + k
+    f, z = gates
+    return np.outer(z, f) * S + np.outer(v, k), n
+
+
+def paper(rule: str, inputs: dict[str, Tensor], normalize: bool) -> tuple[np.ndarray, np.ndarray]:
+    arrays = {name: x.numpy() for name, x in inputs.items()}
+    q, k, v, start = (arrays[name] for name in ("q", "k", "v", "state"))
+    gates = [sigmoid(x) for name, x in arrays.items() if name.endswith("_logit")]
+    batch, length, heads, m = k.shape
+    d, groups = v.shape[3], q.shape[2] // heads
+    y, end = np.zeros((*q.shape[:3], d)), np.zeros_like(start)
+    for b in range(batch):
+        for h in range(heads):
+            S, n = start[b, h, :d], start[b, h, d] if normalize else np.zeros(m)
+            for t in range(length):
+                S, n = paper_update(rule, S, n, k[b, t, h], v[b, t, h], [g[b, t, h] for g in gates])
+                for query in range(h * groups, (h + 1) * groups):
+                    divisor = n @ q[b, t, query] if normalize else 1.0
+                    y[b, t, query] = S @ q[b, t, query] / divisor
+            end[b, h] = np.vstack([S, n]) if normalize else S
+    return y, end
+
+
+@every_case
+@pytest.mark.parametrize("groups", [1, 3])
+def test_loop_is_the_paper(rule: str, normalize: bool, groups: int) -> None:
+    inputs = op_inputs(rule, T=12, dtype=torch.float64, groups=groups, normalize=normalize)
+    y, state = run_op(rule, inputs, normalize=normalize, backend="loop")
+    expected_y, expected_state = paper(rule, inputs, normalize)
+    assert_close("y", y, expected_y, 1e-12)
+    assert_close("state", state, expected_state, 1e-12)
+
+
+# --- the chunked form against the loop
+
+
+@every_case
+@pytest.mark.parametrize("T", LENGTHS)
+@pytest.mark.parametrize("kind", FLAGS)
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("state", [True, False], ids=["state", "empty"])
+def test_chunked_is_loop(rule: str, normalize: bool, T: int, kind: str, groups: int, state: bool) -> None:
+    inputs = op_inputs(rule, T=T, dtype=torch.float64, groups=groups, normalize=normalize, state=state, seed=T)
+    options = {"normalize": normalize, **op_flags(kind, 2, T, seed=T)}
+    expected = run_with_gradients(rule, inputs, backend="loop", **options)
+    assert_all_close(run_with_gradients(rule, inputs, backend="chunked", **options), expected, 1e-6)
+    in_float32 = run_op(rule, as_float32(inputs), backend="chunked", **options)
+    for name, found in zip(OUTPUTS, in_float32, strict=True):
+        assert_close(f"{name} in float32", found, expected[name], 1e-5)
+
+
+@every_case
+@pytest.mark.parametrize("bias", [-4.0, 0.0, 2.0, 6.0])
+def test_gradients_in_float32(rule: str, normalize: bool, bias: float) -> None:
+    inputs = op_inputs(
+        rule, T=150, d=24, m=12, dtype=torch.float64, low=bias - 1, high=bias + 1, normalize=normalize, seed=3
+    )
+    expected = run_with_gradients(rule, inputs, backend="loop", normalize=normalize)
+    found = run_with_gradients(rule, as_float32(inputs), backend="chunked", normalize=normalize)
+    assert_all_close(found, expected, 1e-4)
+
+
+@pytest.mark.parametrize("rule", ["gated", "decay"])
+@every_backend
+def test_gates_have_a_floor(rule: str, backend: str) -> None:
+    """Below it a gate is the floor's, and has no gradient."""
+    inputs = op_inputs(rule, T=40, low=MIN_GATE_LOGIT, high=MIN_GATE_LOGIT)
+    below = {name: x - 40 if name.endswith("_logit") else x for name, x in inputs.items()}
+    found = run_with_gradients(rule, below, backend=backend)
+    expected = run_with_gradients(rule, inputs, backend=backend)
+    expected |= {name: torch.zeros_like(x) for name, x in expected.items() if name.endswith("_logit")}
+    assert_all_close(found, expected, 0)
+
+
+@every_backend
+@pytest.mark.parametrize("rule", [rule for rule, normalize in CASES if normalize])
+def test_vanishing_divisor(rule: str, backend: str) -> None:
+    """Features that are all zero put out zero, with finite gradients."""
+    inputs = op_inputs(rule, T=20, normalize=True, state=False)
+    inputs |= {"q": torch.zeros_like(inputs["q"]), "k": torch.zeros_like(inputs["k"])}
+    results = run_with_gradients(rule, inputs, normalize=True, backend=backend)
+    assert_close("y", results["y"], torch.zeros_like(results["y"]), 0)
+    for name, x in results.items():
+        assert torch.isfinite(x).all(), name
+
+
+# --- padding, documents, carried states
+
+
+@every_case
+@every_backend
+@pytest.mark.parametrize("T", [1, 20, 100])
+def test_padding_leaves_the_state_alone(rule: str, normalize: bool, backend: str, T: int) -> None:
+    inputs = op_inputs(rule, T=T, normalize=normalize)
+    mask = torch.zeros(2, T, dtype=torch.bool)
+    y, state = run_op(rule, inputs, normalize=normalize, mask=mask, backend=backend)
+    assert torch.equal(state, inputs["state"])
+    assert torch.equal(y, torch.zeros_like(y))
+
+
+@every_case
+@every_backend
+def test_padding_is_no_token(rule: str, normalize: bool, backend: str) -> None:
+    """Padding anywhere gives what the real tokens give by themselves."""
+    T = 90
+    inputs = op_inputs(rule, T=T, dtype=torch.float64, groups=2, normalize=normalize)
+    mask = op_flags("mask", 2, T)["mask"]
+    y, state = run_op(rule, inputs, normalize=normalize, mask=mask, backend=backend)
+    for b, real in enumerate(mask):
+        row = {name: x[b : b + 1] if name == "state" else x[b : b + 1, real] for name, x in inputs.items()}
+        expected_y, expected_state = run_op(rule, row, normalize=normalize, backend="loop")
+        assert_close(f"y of row {b}", y[b, real], expected_y[0], 1e-12)
+        assert_close(f"state of row {b}", state[b], expected_state[0], 1e-12)
+
+
+@every_case
+@every_backend
+def test_what_padding_holds_does_not_matter(rule: str, normalize: bool, backend: str) -> None:
+    T = 70
+    inputs = op_inputs(rule, T=T, normalize=normalize)
+    mask = op_flags("mask", 2, T)["mask"]
+    other = op_inputs(rule, T=T, normalize=normalize, seed=1)
+    for name in cut(inputs, 0, T):
+        real = mask.view(2, T, *[1] * (inputs[name].ndim - 2))
+        other[name] = torch.where(real, inputs[name], 50 * other[name])
+    other["state"] = inputs["state"]
+    found, expected = (
+        run_with_gradients(rule, x, normalize=normalize, mask=mask, backend=backend) for x in (other, inputs)
+    )
+    assert_all_close(found, expected, 0)
+    for name in cut(inputs, 0, T):
+        at_padding = found[f"gradient of {name}"][~mask]
+        assert_close(f"gradient of {name} at padding", at_padding, torch.zeros_like(at_padding), 0)
+
+
+@every_case
+@every_backend
+@pytest.mark.parametrize(("first", "second"), [(1, 1), (5, 30), (16, 16), (40, 70), (64, 3)])
+def test_documents_do_not_see_each_other(rule: str, normalize: bool, backend: str, first: int, second: int) -> None:
+    inputs = op_inputs(rule, T=first + second, dtype=torch.float64, normalize=normalize)
+    reset = torch.zeros(2, first + second, dtype=torch.bool)
+    reset[:, first] = True
+    y, state = run_op(rule, inputs, normalize=normalize, reset=reset, backend=backend)
+    alone = {"state": inputs["state"], **cut(inputs, 0, first)}
+    first_y, _ = run_op(rule, alone, normalize=normalize, backend=backend)
+    second_y, second_state = run_op(rule, cut(inputs, first, None), normalize=normalize, backend=backend)
+    assert_close("y of the first document", y[:, :first], first_y, 1e-12)
+    assert_close("y of the second document", y[:, first:], second_y, 1e-12)
+    assert_close("state", state, second_state, 1e-12)
+
+
+@every_case
+@pytest.mark.parametrize("split", [1, 15, 16, 17, 33, 64, 69])
+@pytest.mark.parametrize("kind", FLAGS)
+def test_split_anywhere(rule: str, normalize: bool, split: int, kind: str) -> None:
+    T = 70
+    inputs = op_inputs(rule, T=T, dtype=torch.float64, groups=3, normalize=normalize)
+    flags = op_flags(kind, 2, T)
+    y, state = run_op(rule, inputs, normalize=normalize, **flags)
+    pieces, carried = [], inputs["state"]
+    for start, stop in ((0, split), (split, T)):
+        piece = {**cut(inputs, start, stop), "state": carried}
+        out, carried = run_op(rule, piece, normalize=normalize, **cut(flags, start, stop))
+        pieces.append(out)
+    assert_close("y", torch.cat(pieces, dim=1), y, 1e-12)
+    assert_close("state", carried, state, 1e-12)
+
+
+# --- dtypes, backends, errors
+
+
+@every_case
+@every_backend
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_in_and_out(rule: str, normalize: bool, backend: str, dtype: torch.dtype) -> None:
+    """y comes back in the input's dtype; everything between, and the state, is float32."""
+    inputs = op_inputs(rule, T=70, dtype=dtype, normalize=normalize)
+    y, state = run_op(rule, inputs, normalize=normalize, backend=backend)
+    assert (y.dtype, state.dtype) == (dtype, torch.float32)
+    expected_y, expected_state = run_op(rule, as_float32(inputs), normalize=normalize, backend=backend)
+    assert torch.equal(y, expected_y.to(dtype))
+    assert torch.equal(state, expected_state)
+
+
+@every_case
+@pytest.mark.parametrize("backward_inside", [False, True], ids=["forward", "forward and backward"])
+def test_autocast_changes_nothing(rule: str, normalize: bool, backward_inside: bool) -> None:
+    inputs = op_inputs(rule, T=70, groups=2, normalize=normalize)
+    leaves = [x.requires_grad_() for x in inputs.values()]
+
+    def run(forward: bool, backward: bool) -> list[Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=forward):
+            y, state = run_op(rule, inputs, normalize=normalize, backend="chunked")
+            loss = y.square().sum() + state.square().sum()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=backward):
+            return [y, state, *torch.autograd.grad(loss, leaves)]
+
+    for found, expected in zip(run(True, backward_inside), run(False, False), strict=True):
+        assert torch.equal(found, expected)
+
+
+@every_rule
+def test_float64_stays_float64(rule: str) -> None:
+    y, state = run_op(rule, op_inputs(rule, dtype=torch.float64))
+    assert y.dtype == state.dtype == torch.float64
+
+
+def test_auto_takes_the_loop_for_one_token_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = []
+    for name, run in dict(ops.BACKENDS).items():
+        monkeypatch.setitem(ops.BACKENDS, name, lambda *args, name=name, run=run: used.append(name) or run(*args))
+    for T in (1, 2):
+        run_op("decay", op_inputs("decay", T=T))
+    assert used == ["loop", "chunked"]
+
+
+def test_use_backend_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = op_inputs("add")
+    asked = []
+    monkeypatch.setitem(ops.BACKENDS, "chunked", lambda *args: asked.append("chunked") or ops.BACKENDS["loop"](*args))
+    with ops.use_backend("chunked"):
+        run_op("add", inputs, backend="loop")
+        with ops.use_backend("loop"):
+            run_op("add", inputs, backend="chunked")
+        run_op("add", op_inputs("add", T=1))
+    run_op("add", inputs, backend="loop")
+    assert asked == ["chunked", "chunked"]
+
+
+def test_use_backend_ends_with_an_error_inside() -> None:
+    with pytest.raises(NotImplementedError, match="not there yet"), ops.use_backend("triton"):
+        run_op("add", op_inputs("add"))
+    run_op("add", op_inputs("add"))
+
+
+@every_rule
+def test_triton_says_that_it_is_not_there(rule: str) -> None:
+    with pytest.raises(NotImplementedError, match="'triton' is not there yet.*'chunked'"):
+        run_op(rule, op_inputs(rule), backend="triton")
+
+
+def test_unknown_backend() -> None:
+    with pytest.raises(ValueError, match="'cuda' is not known; choose one of auto, loop, chunked"):
+        run_op("add", op_inputs("add"), backend="cuda")
+    with pytest.raises(ValueError, match="'cuda' is not known"), ops.use_backend("cuda"):
+        pass
+
+
+def test_unknown_rule() -> None:
+    with pytest.raises(ValueError, match="'softmax' is not known; choose one of add, gated, delta, decay"):
+        ops.apply("softmax", *op_inputs("add", state=False).values(), ())
+
+
+def test_decay_has_no_normaliser() -> None:
+    q, k, v, f_logit, z_logit = op_inputs("decay", state=False).values()
+    with pytest.raises(ValueError, match="decay rule has no normaliser"):
+        ops.apply("decay", q, k, v, (f_logit, z_logit), normalize=True)
+
+
+@every_rule
+@every_backend
+def test_no_tokens(rule: str, backend: str) -> None:
+    with pytest.raises(ValueError, match=r"q must be \[B,T,H,m\] with at least one token, found \[2, 0, 2, 5\]"):
+        run_op(rule, op_inputs(rule, T=0), backend=backend)
+
+
+WRONG_SHAPES = [
+    ("decay", "q", (2, 20, 2, 4)),
+    ("decay", "q", (2, 20, 5)),
+    ("decay", "q", (2, 19, 2, 5)),
+    ("decay", "k", (2, 20, 3, 5)),
+    ("decay", "k", (2, 20, 5)),
+    ("decay", "v", (2, 20, 1, 6)),
+    ("decay", "v", (2, 19, 2, 6)),
+    ("decay", "v", (2, 20, 6)),
+    ("decay", "f_logit", (2, 20, 2, 6)),
+    ("decay", "z_logit", (2, 20, 2, 5)),
+    ("decay", "state", (2, 2, 5, 6)),
+    ("gated", "g_logit", (2, 20, 2, 1)),
+    ("delta", "g_logit", (2, 20, 1)),
+    ("add", "state", (1, 2, 6, 5)),
+    ("add", "mask", (2, 19)),
+    ("add", "reset", (20,)),
+]
+
+
+@pytest.mark.parametrize(("rule", "argument", "shape"), WRONG_SHAPES)
+def test_wrong_shapes_name_the_argument(rule: str, argument: str, shape: tuple[int, ...]) -> None:
+    wrong = {argument: torch.zeros(shape, dtype=torch.bool if argument in ("mask", "reset") else torch.float32)}
+    with pytest.raises(ValueError, match=rf"\b{argument} must be .*found.*{list(shape)}".replace("[", r"\[")):
+        run_op(rule, op_inputs(rule) | wrong)
+
+
+def test_normalized_state_has_one_more_row() -> None:
+    with pytest.raises(ValueError, match=r"state must be \[2, 2, 7, 5\], found \[2, 2, 6, 5\]"):
+        run_op("add", op_inputs("add"), normalize=True)
+
+
+@pytest.mark.parametrize("argument", ["mask", "reset"])
+def test_flags_are_bool(argument: str) -> None:
+    with pytest.raises(ValueError, match=rf"{argument} must be a bool tensor, found torch.int64"):
+        run_op("add", op_inputs("add"), **{argument: torch.ones(2, 20, dtype=torch.long)})
+
+
+# --- local attention against a plain masked softmax
+
+
+def local_inputs(T: int, groups: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(T)
+    return {
+        name: torch.randn(2, T, heads, 4, generator=generator)
+        for name, heads in (("q", 2 * groups), ("k", 2), ("v", 2))
+    }
+
+
+def plain_local(
+    inputs: dict[str, Tensor], window: int, mask: Tensor | None, reset: Tensor | None, softcap: float | None = None
+) -> Tensor:
+    """softmax(q k^T) v over the last `window` real tokens of the token's own document."""
+    q, k, v = (inputs[name].double() for name in ("q", "k", "v"))
+    groups = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
+    real = torch.ones(q.shape[:2], dtype=torch.bool) if mask is None else mask
+    document = torch.zeros(q.shape[:2]) if reset is None else reset.cumsum(1)
+    place = real.cumsum(1)
+    behind = place[:, :, None] - place[:, None, :]
+    visible = (behind >= 0) & (behind < window) & real[:, :, None] & real[:, None, :]
+    visible &= document[:, :, None] == document[:, None, :]
+    logits = torch.einsum("bthd,bshd->bhts", q, k)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    weights = logits.exp() * visible[:, None]
+    weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-300)
+    return torch.einsum("bhts,bshd->bthd", weights, v)
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 32])
+@pytest.mark.parametrize("T", [1, 2, 4, 5, 6, 31, 32, 33, 63, 64, 65, 70])
+@pytest.mark.parametrize("kind", FLAGS)
+@pytest.mark.parametrize("groups", [1, 3])
+def test_local_attention_is_a_masked_softmax(window: int, T: int, kind: str, groups: int) -> None:
+    inputs = {name: x.requires_grad_() for name, x in local_inputs(T, groups).items()}
+    flags = op_flags(kind, 2, T, seed=T)
+    y, _ = local_attention(**inputs, window=window, **flags)
+    expected = plain_local(inputs, window, flags.get("mask"), flags.get("reset"))
+    assert_close("y", y, expected, 1e-6)
+    weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(0))
+    found, wanted = (torch.autograd.grad((x * weight).sum(), list(inputs.values())) for x in (y, expected))
+    for name, dx, dx_expected in zip(inputs, found, wanted, strict=True):
+        assert_close(f"gradient of {name}", dx, dx_expected, 1e-5)
+
+
+def test_local_softcap() -> None:
+    inputs = local_inputs(40, 1)
+    y, _ = local_attention(**inputs, window=5, softcap=0.5)
+    assert_close("y", y, plain_local(inputs, 5, None, None, softcap=0.5), 1e-6)
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 32])
+@pytest.mark.parametrize("pieces", [(1, 1, 68), (7, 3, 30, 30), (40, 1, 1, 1, 27), (1,) * 70], ids=str)
+@pytest.mark.parametrize("kind", FLAGS)
+def test_local_attention_in_pieces(window: int, pieces: tuple[int, ...], kind: str) -> None:
+    T = sum(pieces)
+    inputs, flags = local_inputs(T, 2), op_flags(kind, 2, T)
+    outputs, past, start = [], None, 0
+    for length in pieces:
+        piece = cut({**inputs, **flags}, start, start + length)
+        y, past = local_attention(**piece, window=window, past=past)
+        assert isinstance(past, Past)
+        assert past.k.shape == past.v.shape == (2, window - 1, 2, 4)
+        outputs.append(y)
+        start += length
+    expected = plain_local(inputs, window, flags.get("mask"), flags.get("reset"))
+    assert_close("y", torch.cat(outputs, dim=1), expected, 1e-6)
