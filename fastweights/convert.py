@@ -17,9 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fastweights.config import ConfigError, FastWeightsConfig
 from fastweights.families import Family, family_of
-from fastweights.initialize import initialize
 from fastweights.layer import FastWeightsAttention
-from fastweights.models import CLASSES, CheckpointError, FastWeightsMixin
+from fastweights.models import CLASSES, CheckpointError, FastWeightsMixin, new_layer
 
 
 def convert(model: Any, config: FastWeightsConfig | None = None) -> Any:
@@ -58,28 +57,21 @@ def _new_layer(
         raise ConfigError(
             f"the weights of layer {index} are {like.dtype}: quantized models must be loaded in a float dtype first"
         )
-    shape = family.shape(old, model_config)
-    layer = FastWeightsAttention(shape, config, index)
-    initialize(layer, family.weights(old, shape))
+    layer = new_layer(family, old, model_config, config, index)
     return layer.to(device=like.device, dtype=like.dtype).train(old.training)
 
 
+# Parts of a converted layer that are new or normed: small, so LoRA trains and saves them whole.
+_SMALL_PARTS = ("gates.f", "gates.z", "gates.g", "feature_map", "output_norm", "mix", "q_norm", "k_norm")
+
+
 def lora_modules(model: Any) -> dict[str, list[str]]:
-    """Arguments for peft's LoraConfig: low-rank updates on the projections, and every other new parameter trained and
-    saved whole."""
+    """Arguments for peft's LoraConfig: low-rank updates on the projections, all other new parameters saved whole."""
     if not isinstance(model, FastWeightsMixin):
-        raise ConfigError("lora_modules takes a converted model")
-    whole = [
-        name
-        for name, module in model.named_modules()
-        if (
-            next(module.parameters(recurse=False), None) is not None
-            and ".projections." not in name.removesuffix("_norm") + "."
-            and any(f".{part}" in name for part in ("rule.gates", "rule.feature_map", "rule.output_norm", "mix"))
-        )
-        or name.endswith((".projections.q_norm", ".projections.k_norm"))
-    ]
-    return {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "modules_to_save": whole}
+        raise ConfigError(f"lora_modules takes a converted model, found a {type(model).__name__}")
+    with_parameters = [name for name, module in model.named_modules() if any(True for _ in module.parameters(False))]
+    present = [part for part in _SMALL_PARTS if any(name.endswith(f".{part}") for name in with_parameters)]
+    return {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "modules_to_save": present}
 
 
 def load(source: str | os.PathLike, **kwargs: Any) -> Any:

@@ -20,6 +20,7 @@ from transformers.masking_utils import create_causal_mask
 from fastweights.cache import FastWeightsCache
 from fastweights.config import FastWeightsConfig
 from fastweights.families import FAMILIES, Family
+from fastweights.initialize import initialize
 from fastweights.layer import FastWeightsAttention, SequenceInfo
 
 PREFIX = "fastweights_"
@@ -27,6 +28,17 @@ PREFIX = "fastweights_"
 
 class CheckpointError(ValueError):
     """A checkpoint whose tensors are not those of the model it says it is."""
+
+
+def new_layer(
+    family: Family, old: nn.Module, model_config: Any, settings: FastWeightsConfig, index: int
+) -> FastWeightsAttention:
+    """The layer that takes an attention module's place, with numbers made from it (none yet on the meta device)."""
+    shape = family.shape(old, model_config)
+    layer = FastWeightsAttention(shape, settings, index)
+    if not next(old.parameters()).is_meta:
+        initialize(layer, family.weights(old, shape))
+    return layer
 
 
 # The mixin stands before a family's class; to a type checker it has that class's attributes.
@@ -45,8 +57,8 @@ class FastWeightsMixin(_Base):
         settings = FastWeightsConfig.from_dict(config.fastweights)
         for index, block in enumerate(self.family.blocks(self)):
             if settings.converts(index):
-                shape = self.family.shape(self.family.attention_of(block), config)
-                setattr(block, self.family.attention, FastWeightsAttention(shape, settings, index))
+                old = self.family.attention_of(block)
+                setattr(block, self.family.attention, new_layer(self.family, old, config, settings, index))
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
@@ -66,11 +78,6 @@ class FastWeightsMixin(_Base):
             source = args[0] if args else kwargs.get("pretrained_model_name_or_path")
             raise CheckpointError(f"the checkpoint {source} does not fit its config.json; {'; '.join(problems)}")
         return (model, info) if output_loading_info else model
-
-    def _init_weights(self, module: nn.Module) -> None:
-        """Converted layers get their numbers from `convert` or a checkpoint; the rest as the family does it."""
-        if not isinstance(module, FastWeightsAttention):
-            super()._init_weights(module)
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any

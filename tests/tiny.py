@@ -16,7 +16,12 @@ SPECIAL = dict(bos_token_id=1, eos_token_id=None, pad_token_id=0)
 LLAMA_LIKE = SIZES | SPECIAL | dict(num_key_value_heads=2, intermediate_size=48, max_position_embeddings=512)
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt2": ("GPT2", dict(n_layer=2, n_embd=32, n_head=4, vocab_size=VOCAB, n_positions=96) | SPECIAL),
+    "gpt2": (
+        "GPT2",
+        dict(n_layer=2, n_embd=32, n_head=4, vocab_size=VOCAB, n_positions=96)
+        | dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+        | SPECIAL,
+    ),
     "llama": ("Llama", LLAMA_LIKE),
     "mistral": ("Mistral", LLAMA_LIKE | dict(sliding_window=7)),
     "qwen2": ("Qwen2", LLAMA_LIKE),
@@ -24,7 +29,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2", LLAMA_LIKE | dict(head_dim=8, sliding_window=7, query_pre_attn_scalar=8)),
     "gemma3_text": ("Gemma3", LLAMA_LIKE | dict(head_dim=8, sliding_window=7, query_pre_attn_scalar=8)),
     "gpt_neox": ("GPTNeoX", SIZES | SPECIAL | dict(intermediate_size=48, max_position_embeddings=512)),
-    "opt": ("OPT", SIZES | SPECIAL | dict(ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=96)),
+    "opt": ("OPT", SIZES | SPECIAL | dict(ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=96, dropout=0.0)),
 }
 CONFIG_NAMES = {"Gemma3": "Gemma3TextConfig"}
 
