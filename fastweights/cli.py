@@ -1,4 +1,4 @@
-"""The command line: parses, calls, prints. What needs torch is imported inside the commands, so that help is instant."""
+"""The command line: parses, calls, prints. What needs torch is imported inside the commands: help must be instant."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 DTYPE_HELP = "Precision of the weights; by default the checkpoint's own."
 
 app = typer.Typer(
-    help="Pretrained Transformers into recurrent models.", no_args_is_help=True, pretty_exceptions_show_locals=False
+    help="Pretrained Transformers into recurrent models.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
 )
 
 
@@ -101,8 +104,8 @@ def takes_settings(command: Callable[..., None]) -> Callable[..., None]:
 def _option(setting: Field) -> inspect.Parameter:
     is_list = setting.name == "layers"
     help = FastWeightsConfig.help(setting.name) + (" For example 0,2,5-7." if is_list else "")
-    kind = str | None if is_list else FastWeightsConfig.type_of(setting.name)
-    annotation = Annotated[kind, typer.Option(help=escape(help))]
+    kind: Any = str | None if is_list else FastWeightsConfig.type_of(setting.name)
+    annotation = Annotated[kind, typer.Option(help=help)]
     return inspect.Parameter(
         setting.name, inspect.Parameter.KEYWORD_ONLY, default=setting.default, annotation=annotation
     )
@@ -112,13 +115,11 @@ def parse_layers(text: str) -> tuple[int, ...]:
     """The layer numbers in a list such as 0,2,5-7."""
     layers: list[int] = []
     for part in text.split(","):
-        ends = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
-        if ends is None:
-            raise ConfigError(f"layers must be numbers and ranges such as 0,2,5-7, found {text!r}")
-        first, last = int(ends[1]), int(ends[2] or ends[1])
-        if last < first:
-            raise ConfigError(f"layers must be ranges from low to high, found {part.strip()!r}")
-        layers.extend(range(first, last + 1))
+        ends = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        numbers = range(int(ends[1]), int(ends[2] or ends[1]) + 1) if ends else ()
+        if not numbers:
+            raise ConfigError(f"layers must be numbers and ranges from low to high such as 0,2,5-7, found {text!r}")
+        layers.extend(numbers)
     return tuple(layers)
 
 
@@ -126,13 +127,13 @@ def parse_layers(text: str) -> tuple[int, ...]:
 @reports_errors
 @takes_settings
 def convert(
-    model: Annotated[str, typer.Argument(help="Pretrained model: a hub id, a folder or a GGUF file.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Pretrained model: a hub id, a folder or a GGUF file.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write the converted model to.")],
     config: FastWeightsConfig,
     dtype: Annotated[Dtype, typer.Option(help=DTYPE_HELP)] = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output folder that is not empty.")] = False,
 ) -> None:
-    """Replace a model's attention by fast weights and save the result, tokenizer included."""
+    """Replace a model's attention by fast weights. The tokenizer, where there is one, is saved with the result."""
     from fastweights import convert as converter
     from fastweights.convert import load, load_tokenizer, new_folder
     from fastweights.describe import describe
@@ -150,49 +151,42 @@ def convert(
 
 @app.command()
 @reports_errors
-def info(folder: Annotated[Path, typer.Argument(help="Folder of a saved model, converted or not.")]) -> None:
-    """Say what a saved model is and how much memory it needs to generate. Reads no weights."""
+def info(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a saved model, converted or not.")],
+) -> None:
+    """Say what a saved model is and what it keeps in memory. Reads no weights."""
     from fastweights.describe import describe_folder
 
     _print_description(describe_folder(folder), str(folder))
 
 
 def _print_description(described: Description, name: str) -> None:
-    facts = Table(title=escape(name), title_justify="left", show_header=False, box=None)
-    for label, value in _facts(described).items():
-        facts.add_row(label, value)
-    memory = Table("tokens", "this model", "KV cache of the base model", title="memory for one text", box=None)
+    from fastweights.describe import facts
+
+    summary = Table(title=escape(name), title_justify="left", show_header=False, box=None)
+    for label, value in facts(described).items():
+        summary.add_row(label, value)
+    memory = Table("tokens", "this model", "KV cache of the base model", box=None)
     for row in described.memory:
         memory.add_row(f"{row.tokens:,}", decimal(row.here), decimal(row.attention))
     for column in memory.columns:
         column.justify = "right"
-    Console().print(facts, "", memory)
-
-
-def _facts(described: Description) -> dict[str, str]:
-    settings = {} if described.settings is None else described.settings.to_dict()
-    numbers = ", ".join(map(str, described.converted))
-    some = f": {numbers}" if 0 < len(described.converted) < described.layers else ""
-    return {
-        "family": described.family,
-        "rule": settings.pop("rule", "softmax attention (not converted)"),
-        **{name: str(value) for name, value in settings.items() if name != "layers"},
-        "layers converted": f"{len(described.converted)} of {described.layers}{some}",
-        "dtype": described.dtype,
-        "parameters": f"{described.parameters:,} ({described.added_parameters:+,} against the base model)",
-        "state": f"{described.state_bytes:,} bytes, however long the text",
-    }
+    Console().print(summary, "", memory)
 
 
 @app.command()
 @reports_errors
 def generate(
-    folder: Annotated[str, typer.Argument(help="Folder of a saved model (an ordinary one generates too).")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder of a saved model (an ordinary one generates too).")
+    ],
     prompt: Annotated[str, typer.Option(help="Text to continue; - reads it from standard input.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate, unless the text ends before.")] = 100,
     temperature: Annotated[float | None, typer.Option(help="Sample, from logits divided by this.")] = None,
     top_k: Annotated[int | None, typer.Option(min=1, help="Sample from the k likeliest tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Sample from the likeliest tokens that make up p.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Sample from the likeliest tokens that make up p.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Sample, with this seed.")] = None,
     num_beams: Annotated[int, typer.Option(min=1, help="Beams to search with.")] = 1,
     load_state: Annotated[Path | None, typer.Option(help="Continue the text whose state was saved here.")] = None,
@@ -200,12 +194,13 @@ def generate(
     device: Annotated[str | None, typer.Option(help="Device to run on; by default a GPU where there is one.")] = None,
     dtype: Annotated[Dtype, typer.Option(help=DTYPE_HELP)] = "auto",
 ) -> None:
-    """Continue a text, greedily unless a sampling option is given. Prints the new text as it comes."""
+    """Continue a text. Decodes greedily unless a sampling option is given, and prints the new text as it comes."""
     from transformers import TextStreamer, set_seed
 
     options = {"max_new_tokens": max_new_tokens, "num_beams": num_beams, **_sampling(temperature, top_k, top_p, seed)}
-    _check_target(save_state)
-    with Console(stderr=True).status(f"loading {escape(folder)}"):
+    if save_state is not None and (save_state.is_dir() or not save_state.parent.is_dir()):
+        raise ValueError(f"--save-state {save_state} cannot be written: give a file name in a folder that exists")
+    with Console(stderr=True).status(f"loading {escape(str(folder))}"):
         model, tokenizer = _load_with_tokenizer(folder, dtype, _usable(device))
     state = _start_state(model, folder, load_state, save_state)
     prompt_ids = _prompt_ids(tokenizer, prompt, continues=load_state is not None).to(model.device)
@@ -218,7 +213,7 @@ def generate(
     new_ids = ids[0, prompt_ids.shape[1] :]
     if streamer is None:
         typer.echo(tokenizer.decode(new_ids, skip_special_tokens=True))
-    if save_state is not None:
+    if save_state is not None and state is not None:
         _state_after(model, state, cache, ids).save(save_state, model)
     typer.echo(f"{len(new_ids)} tokens, {len(new_ids) / seconds:.1f} tokens/s, {_memory_used(cache)}", err=True)
 
@@ -227,16 +222,11 @@ def _sampling(temperature: float | None, top_k: int | None, top_p: float | None,
     """What was asked for and nothing else: transformers' own default would be the 50 likeliest tokens."""
     if temperature is not None and temperature <= 0:
         raise ValueError(f"--temperature must be above 0, found {temperature}: leave it out to decode greedily")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"--top-p must be above 0 and at most 1, found {top_p}")
-    if (temperature, top_k, top_p, seed) == (None,) * 4:
+    asked = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    sampling = {name: value for name, value in asked.items() if value is not None}
+    if not sampling and seed is None:
         return {"do_sample": False}
-    return {"do_sample": True, "temperature": temperature or 1.0, "top_k": top_k or 0, "top_p": top_p or 1.0}
-
-
-def _check_target(file: Path | None) -> None:
-    if file is not None and (file.is_dir() or not file.parent.is_dir()):
-        raise ValueError(f"--save-state {file} cannot be written: give a file name in a folder that exists")
+    return {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0} | sampling
 
 
 def _usable(device: str | None) -> str:
@@ -250,16 +240,18 @@ def _usable(device: str | None) -> str:
     return device
 
 
-def _load_with_tokenizer(folder: str, dtype: str, device: str) -> tuple[Any, Any]:
+def _load_with_tokenizer(folder: Path, dtype: str, device: str) -> tuple[Any, Any]:
     from fastweights.convert import load, load_tokenizer
 
+    if not folder.is_dir():
+        raise ValueError(f"no folder at {folder}: give the folder of a saved model")
     tokenizer = load_tokenizer(folder)
     if tokenizer is None:
         raise ValueError(f"{folder} has no tokenizer: save the model's there with tokenizer.save_pretrained")
     return load(folder, dtype=dtype).to(device).eval(), tokenizer
 
 
-def _start_state(model: Any, folder: str, load: Path | None, save: Path | None) -> FastWeightsCache | None:
+def _start_state(model: Any, folder: Path, load: Path | None, save: Path | None) -> FastWeightsCache | None:
     """The state before the prompt; None for a model that has none."""
     from fastweights.cache import FastWeightsCache
     from fastweights.models import FastWeightsMixin
@@ -281,15 +273,12 @@ def _prompt_ids(tokenizer: Any, prompt: str, continues: bool) -> Tensor:
     return ids
 
 
-def _continue(
-    model: Any, prompt_ids: Tensor, state: FastWeightsCache | None, num_beams: int, **options: Any
-) -> tuple[Tensor, FastWeightsCache | None]:
-    """The prompt's tokens and the new ones, and the state generate ended with; `state` itself is left alone."""
+def _continue(model: Any, prompt_ids: Tensor, state: FastWeightsCache | None, **options: Any) -> tuple[Tensor, Any]:
+    """The prompt's tokens and the new ones, and the cache generate ended with; `state` itself is left alone."""
     if state is None:
-        return model.generate(prompt_ids, num_beams=num_beams, **options), None
-    cache, mask = state.fork(num_beams), state.mask_for(prompt_ids)
-    ids = model.generate(prompt_ids, attention_mask=mask, past_key_values=cache, num_beams=num_beams, **options)
-    return ids, cache
+        return model.generate(prompt_ids, **options), None
+    cache, mask = state.fork(options["num_beams"]), state.mask_for(prompt_ids)
+    return model.generate(prompt_ids, attention_mask=mask, past_key_values=cache, **options), cache
 
 
 def _state_after(model: Any, before: FastWeightsCache, last: FastWeightsCache, ids: Tensor) -> FastWeightsCache:

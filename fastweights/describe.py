@@ -87,6 +87,22 @@ def describe_folder(folder: str | os.PathLike) -> Description:
         raise CheckpointError(f"{folder}: config.json does not describe a model: {error}") from error
 
 
+def facts(described: Description) -> dict[str, str]:
+    """A description in words, one line for each thing said."""
+    model = {"family": described.family, "dtype": described.dtype}
+    if described.settings is None:
+        return model | {"rule": "softmax attention (not converted)", "parameters": f"{described.parameters:,}"}
+    settings = {name: str(value) for name, value in described.settings.to_dict().items() if name != "layers"}
+    hybrid = len(described.converted) < described.layers
+    numbers = f": {', '.join(map(str, described.converted))}" if hybrid else ""
+    return model | {
+        **settings,
+        "layers converted": f"{len(described.converted)} of {described.layers}{numbers}",
+        "parameters": f"{described.parameters:,} ({described.added_parameters:+,} against the base model)",
+        "state": f"{described.state_bytes:,} bytes, however long the text",
+    }
+
+
 @dataclass(frozen=True)
 class _Layer:
     """`token_bytes`: keys and values of one token where the layer is attention over at most `reach` tokens."""
@@ -104,7 +120,7 @@ def _layers(model: Any, family: Family) -> list[_Layer]:
     slots = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     layers = []
     for block, slot in zip(family.blocks(model), slots, strict=True):
-        attention = family.attention_of(block)
+        attention: Any = family.attention_of(block)
         converted = isinstance(attention, FastWeightsAttention)
         shape = attention.shape if converted else family.shape(attention, model.config)
         state_bytes = _state_bytes(shape, attention.config, model.dtype) if converted else 0

@@ -21,8 +21,8 @@ ADD_VALUE_SCALE = 1 / 512
 DELTA_GATE = 0.007
 # The value gate of gate_init="log" remembers this many times longer than the slowest key gate.
 OPEN_GATE_FACTOR = 4
-# Start of the window's weight in the sum of rule and window; docs/experiments.md has the trial.
-MIX_START = 1.0
+# Start of the window's share in the mix with the rule; docs/experiments.md has the trial.
+WINDOW_SHARE = 0.9
 
 
 class Factors(NamedTuple):
@@ -53,7 +53,7 @@ def initialize(layer: FastWeightsAttention, weights: AttentionWeights) -> None:
         if layer.rule.output_norm is not None:
             _match_value_size(layer.rule.output_norm, weights)
     if layer.mix is not None:
-        layer.mix.weight.fill_(MIX_START)
+        layer.mix.logit.fill_(math.log(WINDOW_SHARE / (1 - WINDOW_SHARE)))
     layer.o_proj.weight.copy_(weights.o_weight)
     if weights.o_bias is not None:
         layer.o_proj.bias.copy_(weights.o_bias)

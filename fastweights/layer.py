@@ -60,14 +60,15 @@ class HeadNorm(nn.Module):
 
 
 class Mix(nn.Module):
-    """A learned weight for each head; a module of its own so that peft can save it."""
+    """Each head's share of the window, in (0, 1); the rest is the rule's. A module, so that peft can save it."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(heads))
+        self.logit = nn.Parameter(torch.zeros(heads))
 
-    def forward(self, y: Tensor) -> Tensor:
-        return y * self.weight[:, None]
+    def forward(self, from_rule: Tensor, from_window: Tensor) -> Tensor:
+        share = self.logit.sigmoid()[:, None].to(from_rule.dtype)
+        return torch.lerp(from_rule, from_window.to(from_rule.dtype), share)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, planes: Tensor) -> Tensor:
@@ -213,6 +214,6 @@ class FastWeightsAttention(nn.Module):
             y = self.rule(hidden_states, position_embeddings, info, slot)
         if self.window is not None:
             near = self.window(hidden_states, position_embeddings, info, slot)
-            y = near if y is None or self.mix is None else y + self.mix(near)
+            y = near if y is None or self.mix is None else self.mix(y, near)
         assert y is not None
         return self.dropout(self.o_proj(y.flatten(2).to(hidden_states.dtype))), None

@@ -297,7 +297,7 @@ def test_use_backend_ends_with_an_error_inside() -> None:
 
 @every_rule
 def test_triton_says_that_it_is_not_there(rule: str) -> None:
-    with pytest.raises(NotImplementedError, match="'triton' is not there yet.*'chunked'"):
+    with pytest.raises(NotImplementedError, match=r"'triton' is not there yet.*'chunked'"):
         run_op(rule, op_inputs(rule), backend="triton")
 
 
@@ -419,7 +419,9 @@ def test_local_softcap() -> None:
 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 32])
-@pytest.mark.parametrize("pieces", [(1, 1, 68), (7, 3, 30, 30), (40, 1, 1, 1, 27), (1,) * 70], ids=str)
+@pytest.mark.parametrize(
+    "pieces", [(1, 1, 68), (7, 3, 30, 30), (40, 1, 1, 1, 27), (1,) * 70], ids=lambda p: f"{len(p)} pieces"
+)
 @pytest.mark.parametrize("kind", FLAGS)
 def test_local_attention_in_pieces(window: int, pieces: tuple[int, ...], kind: str) -> None:
     T = sum(pieces)
