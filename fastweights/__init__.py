@@ -1,7 +1,7 @@
 """fastweights: pretrained Transformers into recurrent models.
 
 Importing this package is cheap. What needs torch or transformers is loaded when it is used, and converted models become
-known to transformers' Auto classes as soon as those are there.
+known to transformers' Auto classes when one is asked for.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _PUBLIC = {
     "load": "fastweights.convert",
     "lora_modules": "fastweights.convert",
 }
-_AUTO_CLASSES = "transformers.models.auto.modeling_auto"
+_CONFIG_TABLE = "transformers.models.auto.configuration_auto"
+_PREFIX = "fastweights_"
 
 __all__ = [*_PUBLIC, "ops"]
 
@@ -51,11 +52,26 @@ class _Package(ModuleType):
         super().__setattr__(name, value)
 
 
-class _RegisterWithTransformers(MetaPathFinder):
-    """Register our classes right after transformers' Auto classes have been imported."""
+class _ConvertedModels(dict):
+    """transformers' table of registered configurations. Ours are entered when one is first asked for: to import them
+    earlier would be a circle where a model's own module is what imports the table."""
+
+    def __contains__(self, model_type: object) -> bool:
+        if str(model_type).startswith(_PREFIX) and not super().__contains__(model_type):
+            importlib.import_module("fastweights.models")
+        return super().__contains__(model_type)
+
+
+def _extend_table(module: ModuleType) -> None:
+    table = module.CONFIG_MAPPING
+    table._extra_content = _ConvertedModels(table._extra_content)
+
+
+class _AfterTransformers(MetaPathFinder):
+    """Extend the table right after transformers has imported it."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != _AUTO_CLASSES:
+        if name != _CONFIG_TABLE:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -63,16 +79,16 @@ class _RegisterWithTransformers(MetaPathFinder):
             return spec
         execute = spec.loader.exec_module
 
-        def execute_and_register(module: ModuleType) -> None:
+        def execute_and_extend(module: ModuleType) -> None:
             execute(module)
-            importlib.import_module("fastweights.models")
+            _extend_table(module)
 
-        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        spec.loader.exec_module = execute_and_extend  # type: ignore[method-assign]
         return spec
 
 
 sys.modules[__name__].__class__ = _Package
-if _AUTO_CLASSES in sys.modules:
-    importlib.import_module("fastweights.models")
+if _CONFIG_TABLE in sys.modules:
+    _extend_table(sys.modules[_CONFIG_TABLE])
 else:
-    sys.meta_path.insert(0, _RegisterWithTransformers())
+    sys.meta_path.insert(0, _AfterTransformers())

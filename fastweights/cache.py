@@ -230,6 +230,9 @@ class FastWeightsCache(Cache):
         for name, value in tensors.items():
             index, _, field = name.partition(".")
             layer = cache.layers[int(index)]
+            if value.is_floating_point():
+                dtype = model.dtype if field != "state" else torch.promote_types(model.dtype, torch.float32)
+                value = value.to(dtype)
             if isinstance(layer, StateLayer):
                 layer.put(field, value.to(device))
             elif field == "cumulative_length":

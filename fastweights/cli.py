@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from fastweights import __version__
 from fastweights.config import ConfigError, FastWeightsConfig
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from fastweights.describe import Description
 
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
+SavedModel = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a saved model, converted or not.")]
 DTYPE_HELP = "Precision of the weights; by default the checkpoint's own."
 
 app = typer.Typer(
@@ -40,9 +41,8 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """The `fastweights` program. Its own spinner and errors take the place of what transformers prints."""
+    """The `fastweights` program. Its own messages take the place of transformers' warnings."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     app()
 
 
@@ -76,14 +76,10 @@ def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 def _with_flags(message: str) -> str:
     """The settings that a configuration error speaks of (`name=...`, `name must ...`) as they are typed here."""
     names = "|".join(f.name for f in fields(FastWeightsConfig))
-    return re.sub(rf"\b({names})(?==| must\b)", lambda found: _flag(found[1]), message)
+    return re.sub(rf"\b({names})(?==| must\b)", lambda found: "--" + found[1].replace("_", "-"), message)
 
 
 def takes_settings(command: Callable[..., None]) -> Callable[..., None]:
@@ -151,9 +147,7 @@ def convert(
 
 @app.command()
 @reports_errors
-def info(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a saved model, converted or not.")],
-) -> None:
+def info(folder: SavedModel) -> None:
     """Say what a saved model is and what it keeps in memory. Reads no weights."""
     from fastweights.describe import describe_folder
 
@@ -166,27 +160,22 @@ def _print_description(described: Description, name: str) -> None:
     summary = Table(title=escape(name), title_justify="left", show_header=False, box=None)
     for label, value in facts(described).items():
         summary.add_row(label, value)
-    memory = Table("tokens", "this model", "KV cache of the base model", box=None)
+    headers = ("tokens", "this model", "KV cache of the base model")
+    memory = Table(*(Column(header, justify="right") for header in headers), box=None)
     for row in described.memory:
         memory.add_row(f"{row.tokens:,}", decimal(row.here), decimal(row.attention))
-    for column in memory.columns:
-        column.justify = "right"
     Console().print(summary, "", memory)
 
 
 @app.command()
 @reports_errors
 def generate(
-    folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Folder of a saved model (an ordinary one generates too).")
-    ],
+    folder: SavedModel,
     prompt: Annotated[str, typer.Option(help="Text to continue; - reads it from standard input.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate, unless the text ends before.")] = 100,
     temperature: Annotated[float | None, typer.Option(help="Sample, from logits divided by this.")] = None,
     top_k: Annotated[int | None, typer.Option(min=1, help="Sample from the k likeliest tokens.")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Sample from the likeliest tokens that make up p.")
-    ] = None,
+    top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Sample from the likeliest that sum to p.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Sample, with this seed.")] = None,
     num_beams: Annotated[int, typer.Option(min=1, help="Beams to search with.")] = 1,
     load_state: Annotated[Path | None, typer.Option(help="Continue the text whose state was saved here.")] = None,
@@ -241,8 +230,11 @@ def _usable(device: str | None) -> str:
 
 
 def _load_with_tokenizer(folder: Path, dtype: str, device: str) -> tuple[Any, Any]:
+    from transformers.utils import logging
+
     from fastweights.convert import load, load_tokenizer
 
+    logging.disable_progress_bar()
     if not folder.is_dir():
         raise ValueError(f"no folder at {folder}: give the folder of a saved model")
     tokenizer = load_tokenizer(folder)
@@ -275,8 +267,10 @@ def _prompt_ids(tokenizer: Any, prompt: str, continues: bool) -> Tensor:
 
 def _continue(model: Any, prompt_ids: Tensor, state: FastWeightsCache | None, **options: Any) -> tuple[Tensor, Any]:
     """The prompt's tokens and the new ones, and the cache generate ended with; `state` itself is left alone."""
+    import torch
+
     if state is None:
-        return model.generate(prompt_ids, **options), None
+        return model.generate(prompt_ids, attention_mask=torch.ones_like(prompt_ids), **options), None
     cache, mask = state.fork(options["num_beams"]), state.mask_for(prompt_ids)
     return model.generate(prompt_ids, attention_mask=mask, past_key_values=cache, **options), cache
 

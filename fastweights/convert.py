@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fastweights.config import ConfigError, FastWeightsConfig
 from fastweights.families import Family, family_of
 from fastweights.layer import FastWeightsAttention
-from fastweights.models import CLASSES, CheckpointError, FastWeightsMixin, new_layer
+from fastweights.models import CLASSES, CheckpointError, FastWeightsMixin, check_tensors, new_layer
 
 
 def convert(model: Any, config: FastWeightsConfig | None = None) -> Any:
@@ -76,14 +76,19 @@ def lora_modules(model: Any) -> dict[str, list[str]]:
 
 def load(source: str | os.PathLike, **kwargs: Any) -> Any:
     """A causal language model from a hub id, a folder or a GGUF file, with errors that name the file."""
-    return _load(AutoModelForCausalLM, source, **kwargs)
+    model, info = _load(
+        AutoModelForCausalLM, source, **kwargs | {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    )
+    check_tensors(source, info, extra_is_error=False)
+    return model
 
 
 def load_tokenizer(source: str | os.PathLike) -> Any:
     """The tokenizer that lies beside a model, or None where there is none."""
     folder, gguf = _locate(source)
-    has_one = gguf or not Path(folder).is_dir() or any(Path(folder).glob("*tokenizer*"))
-    return _load(AutoTokenizer, source) if has_one else None
+    if not gguf and Path(folder).is_dir() and not any(Path(folder).glob("*tokenizer*")):
+        return None
+    return _load(AutoTokenizer, source)
 
 
 def _load(kind: Any, source: str | os.PathLike, **kwargs: Any) -> Any:
@@ -99,7 +104,8 @@ def _load(kind: Any, source: str | os.PathLike, **kwargs: Any) -> Any:
     except CheckpointError:
         raise
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise CheckpointError(f"{source} cannot be loaded as a model: {error}") from error
+        where = "" if Path(folder).is_dir() else "there is no such folder here, and from the hub "
+        raise CheckpointError(f"{source}: {where}it cannot be loaded: {error}") from error
 
 
 def _locate(source: str | os.PathLike) -> tuple[str, str | None]:
@@ -164,7 +170,7 @@ def new_folder(target: str | os.PathLike, overwrite: bool = False) -> Iterator[P
         shutil.rmtree(temporary, ignore_errors=True)
         for parent in reversed(made):
             parent.rmdir()
-        if isinstance(error, OSError):
+        if isinstance(error, (OSError, SafetensorError)):
             raise CheckpointError(f"cannot write to {target}: {error}") from error
         raise
 

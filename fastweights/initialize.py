@@ -22,7 +22,7 @@ DELTA_GATE = 0.007
 # The value gate of gate_init="log" remembers this many times longer than the slowest key gate.
 OPEN_GATE_FACTOR = 4
 # Start of the window's share in the mix with the rule; docs/experiments.md has the trial.
-WINDOW_SHARE = 0.9
+WINDOW_SHARE = 0.98
 
 
 class Factors(NamedTuple):

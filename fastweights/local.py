@@ -39,16 +39,20 @@ def local_attention(
     The scale of the logits is already in q and k."""
     past = Past.empty(k, window) if past is None else past
     real = torch.ones(q.shape[:2], dtype=torch.bool, device=q.device) if mask is None else mask
+    document = torch.zeros_like(real, dtype=torch.long) if reset is None else reset.cumsum(1)
     if mask is not None:
         order = mask.int().argsort(dim=1, stable=True)
-        q, k, v, real = (_reorder(x, order) for x in (q, k, v, real))
+        q, k, v, real, document = (_reorder(x, order) for x in (q, k, v, real, document))
     keys, values, seen = (torch.cat(pair, dim=1) for pair in ((past.k, k), (past.v, v), (past.mask, real)))
+    document = F.pad(document, (window - 1, 0))
     if mask is not None:
         everything = seen.int().argsort(dim=1, stable=True)
-        keys, values, seen = (_reorder(x, everything) for x in (keys, values, seen))
-    y = _banded_softmax(q, keys, values, seen, window, reset, softcap)
+        keys, values, seen, document = (_reorder(x, everything) for x in (keys, values, seen, document))
+    y = _banded_softmax(q, keys, values, seen, document, window, softcap)
     if mask is not None:
         y = _reorder(y, order.argsort(dim=1)).masked_fill(~mask[..., None, None], 0)
+    if reset is not None:
+        seen = seen & (document == reset.sum(1, keepdim=True))
     start = keys.shape[1] - (window - 1)
     return y, Past(keys[:, start:], values[:, start:], seen[:, start:])
 
@@ -59,16 +63,14 @@ def _reorder(x: Tensor, order: Tensor) -> Tensor:
 
 
 def _banded_softmax(
-    q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, window: int, reset: Tensor | None, softcap: float | None
+    q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, document: Tensor, window: int, softcap: float | None
 ) -> Tensor:
     """Blocks of w queries against the 2 w - 1 keys they can see: the work grows with T * w."""
     length, block = q.shape[1], min(window, q.shape[1])
     missing = -length % block
     span = block + window - 1
-    documents = torch.zeros_like(q[:, :, 0, 0], dtype=torch.long) if reset is None else reset.cumsum(1)
-    document_of_key = F.pad(documents, (window - 1, missing))
     keys, values = (F.pad(x, (0, 0, 0, 0, 0, missing)).unfold(1, span, block) for x in (keys, values))
-    seen, document_of_key = F.pad(seen, (0, missing)).unfold(1, span, block), document_of_key.unfold(1, span, block)
+    seen, document = (F.pad(x, (0, missing)).unfold(1, span, block) for x in (seen, document))
     q = F.pad(q, (0, 0, 0, 0, 0, missing)).unflatten(1, (-1, block)).unflatten(3, (keys.shape[2], -1))
 
     logits = torch.einsum("bnihgd,bnhdj->bnhgij", q, keys).float()
@@ -76,8 +78,7 @@ def _banded_softmax(
         logits = softcap * torch.tanh(logits / softcap)
     rows, columns = torch.arange(block, device=q.device)[:, None], torch.arange(span, device=q.device)
     near = (columns >= rows) & (columns < rows + window)
-    document_of_query = document_of_key[..., window - 1 :]
-    same = document_of_query[..., :, None] == document_of_key[..., None, :]
+    same = document[..., window - 1 :, None] == document[..., None, :]
     itself = columns == rows + window - 1
     visible = (near & seen[:, :, None, :] & same) | itself
     weights = logits.masked_fill(~visible[:, :, None, None], float("-inf")).softmax(-1).to(values.dtype)

@@ -41,6 +41,22 @@ def new_layer(
     return layer
 
 
+def check_tensors(source: Any, info: dict[str, Any], extra_is_error: bool) -> None:
+    """Refuse a checkpoint from which transformers could not fill a model (it would leave random numbers there)."""
+    problems = [
+        f"{what}: {', '.join(sorted(map(str, info[key])))}"
+        for what, key in (
+            ("missing tensors", "missing_keys"),
+            ("tensors the model does not have", "unexpected_keys" if extra_is_error else ""),
+            ("tensors of another shape", "mismatched_keys"),
+            ("tensors that could not be converted", "error_msgs"),
+        )
+        if info.get(key)
+    ]
+    if problems:
+        raise CheckpointError(f"the checkpoint {source} does not fit its config.json; {'; '.join(problems)}")
+
+
 # The mixin stands before a family's class; to a type checker it has that class's attributes.
 _Base: Any = transformers.PreTrainedModel if TYPE_CHECKING else object
 
@@ -63,20 +79,11 @@ class FastWeightsMixin(_Base):
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
         """As in transformers, but a missing, extra or misshapen tensor is an error."""
-        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
-        problems = [
-            f"{what}: {', '.join(sorted(map(str, info[key])))}"
-            for what, key in (
-                ("missing tensors", "missing_keys"),
-                ("tensors the model does not have", "unexpected_keys"),
-                ("tensors of another shape", "mismatched_keys"),
-                ("tensors that could not be converted", "error_msgs"),
-            )
-            if info.get(key)
-        ]
-        if problems:
-            source = args[0] if args else kwargs.get("pretrained_model_name_or_path")
-            raise CheckpointError(f"the checkpoint {source} does not fit its config.json; {'; '.join(problems)}")
+        model, info = super().from_pretrained(
+            *args, **kwargs | {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        )
+        source = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+        check_tensors(source, info, extra_is_error=True)
         return (model, info) if output_loading_info else model
 
     def _prepare_cache_for_generation(

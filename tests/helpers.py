@@ -11,6 +11,7 @@ from tokenizers import Regex, Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 from typer.testing import CliRunner, Result
@@ -34,6 +35,7 @@ def tokenizer() -> Any:
     backend = Tokenizer(WordLevel(vocabulary, unk_token="?"))
     backend.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = Fuse()
+    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", vocabulary["<s>"])])
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<s>")
 
 

@@ -301,7 +301,6 @@ def test_no_tokenizer(tmp_path: Path, settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--prompt", ""], "--prompt is empty"),
         (["--prompt", "x", "--temperature", 0], "--temperature must be above 0, found 0.0"),
         (["--prompt", "x", "--device", "abacus"], "--device abacus cannot be used here"),
         (["--prompt", "x", "--save-state", "no/such/folder/s"], "--save-state no/such/folder/s cannot be written"),
@@ -338,6 +337,10 @@ def test_a_state_of_another_model(state: Path, tmp_path: Path) -> None:
 def test_a_state_that_is_garbage(model_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "state").write_bytes(b"garbage" * 99)
     assert f"{tmp_path}/state is not a readable state file" in load_state_error(model_folder, tmp_path / "state")
+
+
+def test_nothing_to_continue_with(model_folder: Path, state: Path) -> None:
+    assert "--prompt is empty" in error_of("generate", model_folder, "--prompt", "", "--load-state", state)
 
 
 def test_a_truncated_state(model_folder: Path, state: Path) -> None:

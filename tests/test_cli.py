@@ -153,12 +153,14 @@ def test_info_of_an_ordinary_model(tmp_path: Path) -> None:
     assert "not converted" in succeed("info", save_model(tmp_path)).stdout
 
 
-def ids_of(text: str) -> torch.Tensor:
-    return tokenizer()(text, return_tensors="pt").input_ids
+def ids_of(text: str, begins: bool = True) -> torch.Tensor:
+    return tokenizer()(text, return_tensors="pt", add_special_tokens=begins).input_ids
 
 
 def continuation(model: Any, ids: torch.Tensor, count: int, **options: Any) -> torch.Tensor:
-    return model.generate(ids, max_new_tokens=count, do_sample=False, pad_token_id=0, **options)[:, ids.shape[1] :]
+    """The mask is given because transformers takes a token that looks like padding for padding."""
+    mask = torch.ones_like(ids)
+    return model.generate(ids, attention_mask=mask, max_new_tokens=count, do_sample=False, **options)[:, ids.shape[1] :]
 
 
 def printed(ids: torch.Tensor) -> str:
@@ -199,7 +201,7 @@ def test_a_saved_state_continues_the_text(folder: Path, tmp_path: Path, first_be
 
     second = ("generate", folder, "--prompt", " more", "--max-new-tokens", 10, "--load-state", saved)
     result = succeed(*second, "--num-beams", second_beams, "--save-state", tmp_path / "later")
-    text = torch.cat([text, ids_of(" more")], dim=1)
+    text = torch.cat([text, ids_of(" more", begins=False)], dim=1)
     expected = continuation(model, text, 10, num_beams=second_beams)
     assert result.stdout.removesuffix("\n") == printed(expected)
     text = torch.cat([text, expected], dim=1)

@@ -170,6 +170,8 @@ def test_import_order_does_not_matter(tmp_path: Path) -> None:
     converted("gpt2").save_pretrained(tmp_path)
     load = f"print(type(transformers.AutoModelForCausalLM.from_pretrained({os.fspath(tmp_path)!r})).__name__)"
     for imports in (
+        "import fastweights; from transformers import GPT2LMHeadModel; import transformers",
+        "import fastweights; from transformers import LlamaForCausalLM; import transformers",
         "import fastweights, transformers",
         "import transformers; transformers.AutoModelForCausalLM; import fastweights",
     ):

@@ -68,13 +68,15 @@ class _Chunks(torch.autograd.Function):
         boundaries, memos, inputs = tensors[:count], tensors[count : -ctx.inputs], tensors[-ctx.inputs :]
         share = len(memos) // count
         grads = [torch.empty_like(x) for x in inputs]
-        for index, piece in reversed(list(enumerate(_pieces(dy, form)))):
-            memo = memos[index * share : (index + 1) * share]
-            (dout,) = _cut((dy,), piece)
-            flags = _cut_flags(ctx.flags[0], ctx.flags[1], piece)
-            dstate, dinputs = form.backward(boundaries[index], _cut(inputs, piece), *flags, memo, dout, dstate)
-            for grad, dx in zip(grads, dinputs, strict=True):
-                grad[:, piece] = dx.transpose(1, 2)
+        # backward() may be called inside the caller's autocast
+        with torch.autocast(dy.device.type, enabled=False):
+            for index, piece in reversed(list(enumerate(_pieces(dy, form)))):
+                memo = memos[index * share : (index + 1) * share]
+                (dout,) = _cut((dy,), piece)
+                flags = _cut_flags(ctx.flags[0], ctx.flags[1], piece)
+                dstate, dinputs = form.backward(boundaries[index], _cut(inputs, piece), *flags, memo, dout, dstate)
+                for grad, dx in zip(grads, dinputs, strict=True):
+                    grad[:, piece] = dx.transpose(1, 2)
         return None, None, None, dstate, *grads
 
 

@@ -57,12 +57,12 @@ def forward(
     gates = [_running_products(logit, pad, reset) for logit in inputs[3:]]
     tiles = _prepare(inputs, gates, pad, reset)
     q, k, v = _scale(tiles)
-    states = _scan(state, *_transition(tiles, k, v))
+    states, end = _scan(state, *_transition(tiles, k, v))
     inner = _scores(q, k, tiles.segment) @ v
     inner += _first_segment(_outward(q, tiles.f), tiles.segment) @ states[:, :, :-1].mT * _middle(tiles.z)
     own = (tiles.q * tiles.k).sum(-1, keepdim=True) * tiles.v
     y = _untile(own.add_(_times(inner, tiles.z)), inputs[0], pad)
-    return y, states[:, :, -1], [tensor for gate in gates for tensor in gate]
+    return y, end, [tensor for gate in gates for tensor in gate]
 
 
 def backward(
@@ -81,7 +81,7 @@ def backward(
     dy = _tiles(dy if pad is None else dy.masked_fill(pad[..., None], 0))
     q, k, v = _scale(tiles)
     kept, written = _transition(tiles, k, v)
-    states = _scan(state, kept, written)
+    states, _ = _scan(state, kept, written)
     dinner = _times(dy, tiles.z)
     reader, dread = _first_segment(_outward(q, tiles.f), segment), dinner * _middle(tiles.z)
     dstarts, dends = _scan_back(dstate, kept, dread.mT @ reader)
@@ -199,12 +199,13 @@ def _transition(tiles: Tiles, k: Tensor, v: Tensor) -> tuple[Tensor | None, Tens
     return (None if kept is None else kept.expand_as(written)), written
 
 
-def _scan(state: Tensor, kept: Tensor | None, written: Tensor) -> Tensor:
-    """The states [B,H,N+1,d,m] at the tiles' starts and at the last one's end."""
+def _scan(state: Tensor, kept: Tensor | None, written: Tensor) -> tuple[Tensor, Tensor]:
+    """The states [B,H,N+1,d,m] at the tiles' starts and at the last one's end; and that last one alone, since a view
+    of it would keep all of them alive as a chunk boundary."""
     states = [state]
     for n, new in enumerate(written.unbind(2)):
         states.append(new + states[n] if kept is None else torch.addcmul(new, kept[:, :, n], states[n]))
-    return torch.stack(states, dim=2)
+    return torch.stack(states, dim=2), states[-1]
 
 
 def _scan_back(dstate: Tensor, kept: Tensor | None, dstarts: Tensor) -> tuple[Tensor, Tensor]:

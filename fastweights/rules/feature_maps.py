@@ -88,9 +88,15 @@ class Favor(Identity):
 
     def draw(self, generator: torch.Generator) -> None:
         m, d = self.directions.shape
-        blocks = [torch.linalg.qr(torch.randn(d, d, generator=generator)).Q for _ in range(-(-m // d))]
+        blocks = [_random_rotation(d, generator) for _ in range(-(-m // d))]
         norms = torch.randn(m, d, generator=generator).norm(dim=-1, keepdim=True)
         self.directions.copy_(torch.cat(blocks)[:m] * norms)
+
+
+def _random_rotation(d: int, generator: torch.Generator) -> Tensor:
+    """Uniform over the orthogonal matrices: QR alone favours some signs."""
+    q, r = torch.linalg.qr(torch.randn(d, d, generator=generator))
+    return q * r.diagonal().sign()
 
 
 class Rfa(Identity):
