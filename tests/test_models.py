@@ -71,6 +71,7 @@ def test_layers_not_named_stay_as_they_were() -> None:
 def test_a_wide_local_window_is_the_pretrained_attention() -> None:
     for family in CONFIGS:
         base, ids = pretrained(family), tokens(2, 6)
+        base.set_attn_implementation("eager")  # transformers' sdpa leaves Gemma 2's cap out in some versions
         with torch.no_grad():
             expected = base(ids).logits
             found = fw.convert(base, fw.FastWeightsConfig(rule="local", window=6))(ids).logits

@@ -112,7 +112,7 @@ def test_chunked_is_loop(rule: str, normalize: bool, T: int, kind: str, groups: 
 
 
 @every_case
-@pytest.mark.parametrize("bias", [-4.0, 0.0, 2.0, 6.0])
+@pytest.mark.parametrize("bias", [-6.0, -4.0, 0.0, 2.0, 6.0])
 def test_gradients_in_float32(rule: str, normalize: bool, bias: float) -> None:
     inputs = op_inputs(
         rule, T=150, d=24, m=12, dtype=torch.float64, low=bias - 1, high=bias + 1, normalize=normalize, seed=3
@@ -120,6 +120,23 @@ def test_gradients_in_float32(rule: str, normalize: bool, bias: float) -> None:
     expected = run_with_gradients(rule, inputs, backend="loop", normalize=normalize)
     found = run_with_gradients(rule, as_float32(inputs), backend="chunked", normalize=normalize)
     assert_all_close(found, expected, 1e-4)
+
+
+def test_gradients_of_closed_decay_gates_are_not_noise() -> None:
+    """At the floor of the gates almost everything cancels; the sums are arranged so that it cancels exactly."""
+    inputs = op_inputs("decay", T=150, d=24, m=12, dtype=torch.float64, low=-10, high=-9, seed=3)
+    expected = run_with_gradients("decay", inputs, backend="loop")
+    assert_all_close(run_with_gradients("decay", as_float32(inputs), backend="chunked"), expected, 1e-4)
+
+
+@pytest.mark.parametrize("rule", ["add", "gated", "delta", "decay"])
+def test_a_second_derivative_is_refused(rule: str) -> None:
+    """The chunked backward is written by hand and has no derivative of its own."""
+    inputs = {name: x.requires_grad_() for name, x in op_inputs(rule, T=20).items() if name != "state"}
+    y, _ = getattr(ops, rule)(**inputs, backend="chunked")
+    (dq,) = torch.autograd.grad(y.square().sum(), inputs["q"], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable|differentiate twice"):
+        dq.square().sum().backward()
 
 
 @pytest.mark.parametrize("rule", ["gated", "decay"])
@@ -209,6 +226,16 @@ def test_documents_do_not_see_each_other(rule: str, normalize: bool, backend: st
     assert_close("y of the first document", y[:, :first], first_y, 1e-12)
     assert_close("y of the second document", y[:, first:], second_y, 1e-12)
     assert_close("state", state, second_state, 1e-12)
+
+
+@every_backend
+def test_first_token_has_nothing_to_forget(backend: str) -> None:
+    """The gates of a document's first token get no gradient at all, not even a rounding error's."""
+    inputs, reset = op_inputs("decay", T=90), op_flags("reset", 2, 90)["reset"]
+    results = run_with_gradients("decay", inputs, reset=reset, backend=backend)
+    for name in ("f_logit", "z_logit"):
+        assert (results[f"gradient of {name}"][reset] == 0).all()
+        assert (results[f"gradient of {name}"][~reset] != 0).all()
 
 
 @every_case

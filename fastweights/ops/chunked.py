@@ -12,6 +12,7 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fastweights.ops import tiled, wy
 from fastweights.rules import Rule
@@ -63,6 +64,7 @@ class _Chunks(torch.autograd.Function):
         return y, state
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy, dstate):
         form, count, tensors = ctx.form, ctx.count, ctx.saved_tensors
         boundaries, memos, inputs = tensors[:count], tensors[count : -ctx.inputs], tensors[-ctx.inputs :]

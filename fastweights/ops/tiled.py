@@ -88,28 +88,28 @@ def backward(
 
     scores, dscores = _scores(q, k, segment), _scores(dinner, v, segment)
     dq = _first_segment(_outward(dread @ states[:, :, :-1], tiles.f), segment) + dscores @ k
-    dk = _last_segment(_to_end(_to_end(v, tiles.z) @ dends, tiles.f), segment) + dscores.mT @ q
-    dv = _to_end(_last_segment(_to_end(k, tiles.f), segment) @ dends.mT, tiles.z)
-    dv += scores.mT @ dinner
+    dk_inner, dv_inner = dscores.mT @ q, scores.mT @ dinner
+    dk_end = _last_segment(_to_end(_to_end(v, tiles.z) @ dends, tiles.f), segment)
+    dv_end = _to_end(_last_segment(_to_end(k, tiles.f), segment) @ dends.mT, tiles.z)
 
     own = (tiles.q * tiles.k).sum(-1, keepdim=True)
     dgates = []
-    if gates:
-        crossing = states[:, :, 1:] * dends
+    if kept is not None:
+        crossing = states[:, :, :-1] * dends * kept
     if tiles.f is not None:
-        flow, at_end = (q * dq).sub_(k * dk), crossing.sum(-2, keepdim=True)
+        terms = [(q * dq).sub_(k * dk_inner), k * dk_end, crossing.sum(-2, keepdim=True)]
         if tiles.f.running.shape[-1] == 1:
-            flow, at_end = flow.sum(-1, keepdim=True), at_end.sum(-1, keepdim=True)
-        dgates.append(_gate_gradient(flow, at_end, inputs[3], pad, reset))
+            terms = [x.sum(-1, keepdim=True) for x in terms]
+        dgates.append(_gate_gradient(*terms, inputs[3], pad, reset))
     if tiles.z is not None:
         inner = (reader @ states[:, :, :-1].mT).mul_(tiles.z.middle).add_(scores @ v)
-        flow = inner.mul_(dinner).sub_(v * dv)
-        dgates.append(_gate_gradient(flow, crossing.sum(-1)[..., None, :], inputs[4], pad, reset))
+        flow = inner.mul_(dinner).sub_(v * dv_inner)
+        dgates.append(_gate_gradient(flow, v * dv_end, crossing.sum(-1)[..., None, :], inputs[4], pad, reset))
 
     down = (dy * tiles.v).sum(-1, keepdim=True)
     dq = (down * tiles.k).add_(_times(dq, tiles.f))
-    dk = (down * tiles.q).add_(_over(dk, tiles.f))
-    dv = (own * dy).add_(_over(dv, tiles.z))
+    dk = (down * tiles.q).add_(_over(dk_inner.add_(dk_end), tiles.f))
+    dv = (own * dy).add_(_over(dv_inner.add_(dv_end), tiles.z))
     dinputs = [_untile(dq, inputs[0]), _untile(dk, inputs[0], pad), _untile(dv, inputs[0])]
     return dstarts, dinputs + dgates
 
@@ -217,12 +217,15 @@ def _scan_back(dstate: Tensor, kept: Tensor | None, dstarts: Tensor) -> tuple[Te
     return dstate, torch.stack(dends[::-1], dim=2)
 
 
-def _gate_gradient(flow: Tensor, at_end: Tensor, logit: Tensor, pad: Tensor | None, reset: Tensor | None) -> Tensor:
-    """d logit from d log gate_t = sum_{s>=t} flow_s + (S dS at the tile's end)."""
-    ahead = torch.ones(TILE, TILE, dtype=flow.dtype, device=flow.device).triu_()
-    dlog = _untile((ahead @ flow).add_(at_end), logit) * (-logit).sigmoid()
+def _gate_gradient(
+    flow: Tensor, into_end: Tensor, through: Tensor, logit: Tensor, pad: Tensor | None, reset: Tensor | None
+) -> Tensor:
+    """d logit from d log gate_t = sum_{s>=t} flow_s + sum_{s<t} into_end_s + through: what is read inside the tile,
+    what earlier tokens wrote into its end state, and what came through from its start."""
+    ones = torch.ones(TILE, TILE, dtype=flow.dtype, device=flow.device)
+    dlog = (ones.triu() @ flow).add_(ones.tril(-1) @ into_end).add_(through)
     quiet = logit < MIN_GATE_LOGIT
     for flag in (pad, reset):
         if flag is not None:
             quiet = quiet | flag[..., None]
-    return dlog.masked_fill_(quiet, 0)
+    return (_untile(dlog, logit) * (-logit).sigmoid()).masked_fill_(quiet, 0)

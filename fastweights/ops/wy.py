@@ -64,7 +64,7 @@ def backward(
     dg = (dtarget * s.error).sum(-1) + (doverlap * s.overlap).sum(-1)
     g = s.g[..., 0]
     dstart = _survive(dstate, s.first) + dy.mT @ _where(s.q, s.first) - dvalue.mT @ _where(s.k, s.first)
-    return dstart, [dq, _unpadded(dk, pad), dvalue, dg * g * (1 - g)]
+    return dstart, [dq, _unpadded(dk, pad), dvalue, dg * g * (-inputs[3]).sigmoid()]
 
 
 def _solve(state: Tensor, inputs: list[Tensor], pad: Tensor | None, reset: Tensor | None) -> Solved:

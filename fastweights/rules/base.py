@@ -58,10 +58,10 @@ def loop(
     a token with reset set finds an empty state."""
     state = zero_state(k, v) if state is None else state
     outputs = []
-    for t, inputs in enumerate(zip(*(x.unbind(1) for x in (q, k, v, *gate_logits)), strict=True)):
+    for t in range(q.shape[1]):
         if reset is not None:
             state = state.masked_fill(reset[:, t, None, None, None], 0)
-        y, new_state = rule.step(state, *inputs)
+        y, new_state = rule.step(state, q[:, t], k[:, t], v[:, t], *(logit[:, t] for logit in gate_logits))
         if mask is not None:
             real = mask[:, t, None, None]
             y = y.masked_fill(~real, 0)
