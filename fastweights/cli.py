@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import os
 import re
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import Field, fields
+from dataclasses import Field, asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -147,11 +148,18 @@ def convert(
 
 @app.command()
 @reports_errors
-def info(folder: SavedModel) -> None:
+def info(
+    folder: SavedModel,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+) -> None:
     """Say what a saved model is and what it keeps in memory. Reads no weights."""
     from fastweights.describe import describe_folder
 
-    _print_description(describe_folder(folder), str(folder))
+    described = describe_folder(folder)
+    if as_json:
+        typer.echo(json.dumps(asdict(described), indent=1))
+    else:
+        _print_description(described, str(folder))
 
 
 def _print_description(described: Description, name: str) -> None:
@@ -205,6 +213,22 @@ def generate(
     if save_state is not None and state is not None:
         _state_after(model, state, cache, ids).save(save_state, model)
     typer.echo(f"{len(new_ids)} tokens, {len(new_ids) / seconds:.1f} tokens/s, {_memory_used(cache)}", err=True)
+
+
+@app.command()
+@reports_errors
+def quickstart(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the models.")] = Path("quickstart-output"),
+) -> None:
+    """Convert a small model, generate from it, and measure time and memory for a token at several text lengths."""
+    from transformers.utils import logging
+
+    from fastweights.quickstart import run
+
+    logging.disable_progress_bar()
+    console = Console()
+    run(output, console)
+    console.print(f"next: fastweights info {output / 'decay'}, or convert your own model: fastweights convert --help")
 
 
 def _sampling(temperature: float | None, top_k: int | None, top_p: float | None, seed: int | None) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -36,10 +37,17 @@ def convert(model: Any, config: FastWeightsConfig | None = None) -> Any:
     }
     for index, layer in new.items():
         setattr(blocks[index], family.attention, layer)
+    _forget_gguf(model)
     model.config.__class__, model.__class__ = CLASSES[family.name]
     model.config.fastweights = config.to_dict()
     model.config.architectures = [type(model).__name__]
     return model
+
+
+def _forget_gguf(model: Any) -> None:
+    """transformers reads a GGUF file into plain floats, yet goes on calling it quantized and will not save it."""
+    if getattr(model, "quantization_method", None) == "gguf" and all(p.is_floating_point() for p in model.parameters()):
+        del model.hf_quantizer, model.is_quantized, model.quantization_method, model.config.quantization_config
 
 
 def _check_layers(config: FastWeightsConfig, count: int) -> None:
@@ -114,6 +122,8 @@ def _locate(source: str | os.PathLike) -> tuple[str, str | None]:
     if path.suffix == ".gguf":
         if not path.is_file():
             raise CheckpointError(f"no GGUF file at {path}")
+        if importlib.util.find_spec("gguf") is None:
+            raise CheckpointError(f"to read {path} install the gguf package: pip install 'fastweights[gguf]'")
         return str(path.parent), path.name
     if path.is_file():
         raise CheckpointError(f"{path} is a file: give the folder it lies in, a GGUF file or a hub id")

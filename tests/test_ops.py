@@ -135,7 +135,7 @@ def test_a_second_derivative_is_refused(rule: str) -> None:
     inputs = {name: x.requires_grad_() for name, x in op_inputs(rule, T=20).items() if name != "state"}
     y, _ = getattr(ops, rule)(**inputs, backend="chunked")
     (dq,) = torch.autograd.grad(y.square().sum(), inputs["q"], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable|differentiate twice"):
+    with pytest.raises(RuntimeError, match=r"once_differentiable|differentiate twice"):
         dq.square().sum().backward()
 
 

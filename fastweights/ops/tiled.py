@@ -97,10 +97,10 @@ def backward(
     if kept is not None:
         crossing = states[:, :, :-1] * dends * kept
     if tiles.f is not None:
-        terms = [(q * dq).sub_(k * dk_inner), k * dk_end, crossing.sum(-2, keepdim=True)]
+        flow, into_end, through = (q * dq).sub_(k * dk_inner), k * dk_end, crossing.sum(-2, keepdim=True)
         if tiles.f.running.shape[-1] == 1:
-            terms = [x.sum(-1, keepdim=True) for x in terms]
-        dgates.append(_gate_gradient(*terms, inputs[3], pad, reset))
+            flow, into_end, through = (x.sum(-1, keepdim=True) for x in (flow, into_end, through))
+        dgates.append(_gate_gradient(flow, into_end, through, inputs[3], pad, reset))
     if tiles.z is not None:
         inner = (reader @ states[:, :, :-1].mT).mul_(tiles.z.middle).add_(scores @ v)
         flow = inner.mul_(dinner).sub_(v * dv_inner)

@@ -1,0 +1,33 @@
+# make quickstart and make test do all the set-up on a fresh machine.
+PYTHON ?= python3
+BIN := .venv/bin
+PROJECT := pyproject.toml constraints.txt
+
+.PHONY: quickstart test lint bench
+
+quickstart: .venv/.installed
+	$(BIN)/fastweights quickstart
+
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+
+lint: .venv/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: .venv/.installed
+	$(BIN)/python benchmarks/cpu.py
+
+.venv/.created:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fastweights needs Python 3.11 or newer: make PYTHON=python3.11")'
+	$(PYTHON) -m venv .venv
+	touch $@
+
+.venv/.installed: .venv/.created $(PROJECT)
+	$(BIN)/python -m pip install -q -c constraints.txt -e .
+	touch $@
+
+.venv/.installed-test: .venv/.created $(PROJECT)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test]'
+	touch $@ .venv/.installed
