@@ -3,22 +3,20 @@
     python benchmarks/cpu.py [--out results/cpu.json] [--rules decay,gated]
 
 Each operation is checked against the float64 loop first; one that fails gets no time. Times are medians of runs that
-take turns in one process; memory is the highest resident set in a process of its own, less what it had before (Linux).
+take turns in one process; memory is the most that tensors held at once, beyond the inputs.
 Two loops are shown: rules.loop, and one that splits its inputs beforehand, which spares autograd a tensor of zeros for
-every slice and is the fastest loop we know. `states` is the float32 size of every S_t, what a kernel that stores them
-must keep.
+every slice and is the fastest loop we know; the loop's memory is that of the second. `states` is the float32 size of
+every S_t, what a kernel that stores them must keep.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -91,22 +89,13 @@ def times(rule: str, repeats: int) -> dict[str, float]:
 
 
 def peak_bytes(way: str, rule: str) -> int:
-    """Measured in a fresh process: resident memory never shrinks in the books."""
-    command = [sys.executable, __file__, "--measure-memory", f"{way}:{rule}"]
-    return int(subprocess.check_output(command, text=True).split()[-1])
-
-
-def measure_memory(way: str, rule: str) -> None:
+    """The most memory that tensors held at once, beyond the inputs, by the allocator's own record."""
     tensors, upstream = inputs(rule), torch.randn(B, T, H, D)
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
-    before = resident_bytes("VmRSS")
-    forward_backward(way, rule, tensors, upstream)
-    print(resident_bytes("VmHWM") - before)
-
-
-def resident_bytes(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith(field)).split()[1])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        forward_backward(way, rule, tensors, upstream)
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    return max(held)
 
 
 def decoding(tokens: int) -> dict[str, Any]:
@@ -140,11 +129,7 @@ def main() -> None:
     parser.add_argument("--rules", default=",".join(RULES))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--decode-tokens", type=int, default=200)
-    parser.add_argument("--measure-memory", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.measure_memory:
-        measure_memory(*options.measure_memory.split(":"))
-        return
     result = {
         "what": "forward + backward in float32, and decoding of one token, on the CPU",
         "shape": {"B": B, "T": T, "H": H, "d": D, "m": M},
@@ -164,20 +149,31 @@ def operation(rule: str, repeats: int) -> dict[str, Any]:
         return measured
     return measured | {
         "seconds": times(rule, repeats),
-        "peak bytes": {way: peak_bytes(way, rule) for way in WAYS},
+        "peak bytes": {way: peak_bytes(way, rule) for way in ("chunked", "split loop")},
     }
 
 
 def show(result: dict[str, Any]) -> None:
     table = Table(title=f"forward + backward, {result['shape']}", title_justify="left")
-    for header in ("rule", "error", "chunked", "loop", "split loop", "x loop", "x split", "memory", "loop's", "states"):
+    for header in (
+        "rule",
+        "error",
+        "chunked",
+        "loop",
+        "split loop",
+        "x loop",
+        "x split",
+        "memory",
+        "split loop's",
+        "states",
+    ):
         table.add_column(header, justify="right")
     for rule, row in result["operations"].items():
         if "seconds" not in row:
             table.add_row(rule, f"{row['relative error']:.1e}", "WRONG: no time")
             continue
         chunk, plain, split = (row["seconds"][way] for way in WAYS)
-        here, loops = (row["peak bytes"][way] for way in ("chunked", "loop"))
+        here, loops = (row["peak bytes"][way] for way in ("chunked", "split loop"))
         table.add_row(
             rule,
             f"{row['relative error']:.1e}",

@@ -47,36 +47,33 @@ def chunked(
 
 class _Chunks(torch.autograd.Function):
     """Walks the chunks. A form (tiled or wy) has CHUNK, its length, and works on [B,H,C,.]; pad and reset [B,1,C]:
-    forward(state, inputs, pad, reset) -> (y, end state, memo)
-    backward(state, inputs, pad, reset, memo, dy, d end state) -> (d state, d inputs)"""
+    forward(state, inputs, pad, reset) -> (y, end state)
+    backward(state, inputs, pad, reset, dy, d end state) -> (d state, d inputs)"""
 
     @staticmethod
     def forward(ctx, form, pad, reset, state, *inputs):
         y = torch.empty_like(inputs[2])
-        boundaries, memos = [], []
+        boundaries = []
         for piece in _pieces(y, form):
             boundaries.append(state)
-            out, state, memo = form.forward(state, _cut(inputs, piece), *_cut_flags(pad, reset, piece))
+            out, state = form.forward(state, _cut(inputs, piece), *_cut_flags(pad, reset, piece))
             y[:, piece] = out.transpose(1, 2)
-            memos += memo
-        ctx.form, ctx.flags, ctx.count, ctx.inputs = form, (pad, reset), len(boundaries), len(inputs)
-        ctx.save_for_backward(*boundaries, *memos, *inputs)
+        ctx.form, ctx.flags = form, (pad, reset)
+        ctx.save_for_backward(*inputs, *boundaries)
         return y, state
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, dstate):
-        form, count, tensors = ctx.form, ctx.count, ctx.saved_tensors
-        boundaries, memos, inputs = tensors[:count], tensors[count : -ctx.inputs], tensors[-ctx.inputs :]
-        share = len(memos) // count
+        form, pieces, saved = ctx.form, _pieces(dy, ctx.form), ctx.saved_tensors
+        inputs, boundaries = saved[: -len(pieces)], saved[-len(pieces) :]
         grads = [torch.empty_like(x) for x in inputs]
         # backward() may be called inside the caller's autocast
         with torch.autocast(dy.device.type, enabled=False):
-            for index, piece in reversed(list(enumerate(_pieces(dy, form)))):
-                memo = memos[index * share : (index + 1) * share]
+            for piece, state in reversed(list(zip(pieces, boundaries, strict=True))):
                 (dout,) = _cut((dy,), piece)
                 flags = _cut_flags(ctx.flags[0], ctx.flags[1], piece)
-                dstate, dinputs = form.backward(boundaries[index], _cut(inputs, piece), *flags, memo, dout, dstate)
+                dstate, dinputs = form.backward(state, _cut(inputs, piece), *flags, dout, dstate)
                 for grad, dx in zip(grads, dinputs, strict=True):
                     grad[:, piece] = dx.transpose(1, 2)
         return None, None, None, dstate, *grads

@@ -50,19 +50,14 @@ class Tiles(NamedTuple):
     segment: Tensor | None
 
 
-def forward(
-    state: Tensor, inputs: list[Tensor], pad: Tensor | None, reset: Tensor | None
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Output, end state, and what the backward pass wants to find again: the gates' running products."""
-    gates = [_running_products(logit, pad, reset) for logit in inputs[3:]]
-    tiles = _prepare(inputs, gates, pad, reset)
+def forward(state: Tensor, inputs: list[Tensor], pad: Tensor | None, reset: Tensor | None) -> tuple[Tensor, Tensor]:
+    tiles = _prepare(inputs, pad, reset)
     q, k, v = _scale(tiles)
     states, end = _scan(state, *_transition(tiles, k, v))
     inner = _scores(q, k, tiles.segment) @ v
     inner += _first_segment(_outward(q, tiles.f), tiles.segment) @ states[:, :, :-1].mT * _middle(tiles.z)
     own = (tiles.q * tiles.k).sum(-1, keepdim=True) * tiles.v
-    y = _untile(own.add_(_times(inner, tiles.z)), inputs[0], pad)
-    return y, end, [tensor for gate in gates for tensor in gate]
+    return _untile(own.add_(_times(inner, tiles.z)), inputs[0], pad), end
 
 
 def backward(
@@ -70,13 +65,11 @@ def backward(
     inputs: list[Tensor],
     pad: Tensor | None,
     reset: Tensor | None,
-    memo: list[Tensor],
     dy: Tensor,
     dstate: Tensor,
 ) -> tuple[Tensor, list[Tensor]]:
     """Gradients of the chunk's start state and of its inputs, from those of its output and end state."""
-    gates = [Gate(*memo[i : i + 2]) for i in range(0, len(memo), 2)]
-    tiles = _prepare(inputs, gates, pad, reset)
+    tiles = _prepare(inputs, pad, reset)
     segment = tiles.segment
     dy = _tiles(dy if pad is None else dy.masked_fill(pad[..., None], 0))
     q, k, v = _scale(tiles)
@@ -114,11 +107,11 @@ def backward(
     return dstarts, dinputs + dgates
 
 
-def _prepare(inputs: list[Tensor], gates: list[Gate], pad: Tensor | None, reset: Tensor | None) -> Tiles:
-    q, k, v = inputs[:3]
+def _prepare(inputs: list[Tensor], pad: Tensor | None, reset: Tensor | None) -> Tiles:
+    q, k, v, *logits = inputs
     if pad is not None:
         k = k.masked_fill(pad[..., None], 0)
-    f, z = [*gates, None, None][:2]
+    f, z = [*(_running_products(logit, pad, reset) for logit in logits), None, None][:2]
     segment = None if reset is None else _tiles(reset[..., None].long())[..., 0].cumsum(-1)
     return Tiles(_tiles(q), _tiles(k), _tiles(v), f, z, segment)
 

@@ -30,13 +30,10 @@ class Solved(NamedTuple):
     last: Tensor | None
 
 
-def forward(
-    state: Tensor, inputs: list[Tensor], pad: Tensor | None, reset: Tensor | None
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Output, end state, and what the backward pass wants to find again (nothing)."""
+def forward(state: Tensor, inputs: list[Tensor], pad: Tensor | None, reset: Tensor | None) -> tuple[Tensor, Tensor]:
     s = _solve(state, inputs, pad, reset)
     y = s.scores @ s.u + _where(s.q, s.first) @ state.mT
-    return _unpadded(y, pad), _survive(state, s.first) + s.u.mT @ _where(s.k, s.last), []
+    return _unpadded(y, pad), _survive(state, s.first) + s.u.mT @ _where(s.k, s.last)
 
 
 def backward(
@@ -44,7 +41,6 @@ def backward(
     inputs: list[Tensor],
     pad: Tensor | None,
     reset: Tensor | None,
-    memo: list[Tensor],
     dy: Tensor,
     dstate: Tensor,
 ) -> tuple[Tensor, list[Tensor]]:
