@@ -65,6 +65,10 @@ def _new_layer(
         raise ConfigError(
             f"the weights of layer {index} are {like.dtype}: quantized models must be loaded in a float dtype first"
         )
+    if like.is_meta:
+        raise ConfigError(
+            f"the weights of layer {index} are not in memory (offloaded): load the model without offloading"
+        )
     layer = new_layer(family, old, model_config, config, index)
     return layer.to(device=like.device, dtype=like.dtype).train(old.training)
 

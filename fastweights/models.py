@@ -95,6 +95,8 @@ class FastWeightsMixin(_Base):
                 "a converted model keeps a state of constant size and needs none"
             )
         cache = model_kwargs.get("past_key_values")
+        if cache is None:
+            self._check_length(generation_config.max_length - 1)
         if cache is None and generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = FastWeightsCache(self.config)
         elif cache is not None:
@@ -112,7 +114,7 @@ class FastWeightsMixin(_Base):
         if inputs.get("position_ids") is None:
             inputs["position_ids"] = _positions(batch, length, mask, cache, tokens.device)
         if self.family.learned_positions:
-            inputs["position_ids"] = self._limit_positions(inputs["position_ids"], mask)
+            inputs["position_ids"] = self._limit_positions(inputs["position_ids"])
         inputs |= {"past_key_values": cache, "use_cache": cache is not None}
         inputs["attention_mask"] = self._attention_mask(inputs, reset, tokens, length, cache)
         outputs = forward(self, **inputs, fast_weights=SequenceInfo(mask, reset))
@@ -154,26 +156,30 @@ class FastWeightsMixin(_Base):
             )
         return mask
 
-    def _limit_positions(self, position_ids: Tensor, mask: Tensor | None) -> Tensor:
-        table = getattr(self.config, str(self.family.learned_positions))
+    def _limit_positions(self, position_ids: Tensor) -> Tensor:
         if self.config.fastweights["positions"] == "clamp":
-            return position_ids.clamp(max=table - 1)
-        if not torch.compiler.is_compiling() and int(position_ids.max()) >= table:
-            raise ValueError(_positions_message(self.family.name, table, int(position_ids.max()) + 1))
+            return position_ids.clamp(max=getattr(self.config, str(self.family.learned_positions)) - 1)
+        if not torch.compiler.is_compiling():
+            self._check_length(int(position_ids.max()) + 1)
         return position_ids
+
+    def _check_length(self, length: int) -> None:
+        """Before generating, too: a text cut off by an error in its middle is worse than none."""
+        if not self.family.learned_positions or self.config.fastweights["positions"] == "clamp":
+            return
+        table = getattr(self.config, self.family.learned_positions)
+        if length > table:
+            raise ValueError(
+                f"{self.family.name} has learned positions for {table} tokens and this text may reach {length}. The "
+                "state has no end, but the position table does: ask for fewer tokens, or set "
+                "model.config.fastweights['positions'] = 'clamp' (convert --positions clamp) to give every later "
+                "token the last position"
+            )
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         if "prompt_lookup_num_tokens" in kwargs or kwargs.get("assistant_model") is not None:
             raise ValueError("assisted decoding needs a cache that can be cut back; a recurrent state cannot be")
         return super().generate(*args, **kwargs)
-
-
-def _positions_message(family: str, table: int, wanted: int) -> str:
-    return (
-        f"{family} has learned positions for {table} tokens and this text reaches {wanted}. The state has no end, but "
-        "the position table does: use shorter texts, or set model.config.fastweights['positions'] = 'clamp' "
-        "(--positions clamp) to give every later token the last position"
-    )
 
 
 def _own_cache(cache: Cache, config: Any) -> FastWeightsCache:

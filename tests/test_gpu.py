@@ -1,5 +1,5 @@
-"""On a GPU: the same answers as on the CPU, in every family. Skipped where there is none; the last result is committed
-as results/gpu_parity.json (benchmarks/gpu_parity.py)."""
+"""On a GPU: the same answers as on the CPU, in every family. Skipped where there is none; the last run's outcome is in
+results/gpu_parity.json."""
 
 from __future__ import annotations
 
