@@ -13,6 +13,8 @@ from importlib.abc import MetaPathFinder
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from fastweights.config import MODEL_TYPE_PREFIX
+
 if TYPE_CHECKING:
     from fastweights import ops as ops
     from fastweights.cache import FastWeightsCache as FastWeightsCache
@@ -31,7 +33,6 @@ _PUBLIC = {
     "lora_modules": "fastweights.convert",
 }
 _CONFIG_TABLE = "transformers.models.auto.configuration_auto"
-_PREFIX = "fastweights_"
 
 __all__ = [*_PUBLIC, "ops"]
 
@@ -57,7 +58,7 @@ class _ConvertedModels(dict):
     earlier would be a circle where a model's own module is what imports the table."""
 
     def __contains__(self, model_type: object) -> bool:
-        if str(model_type).startswith(_PREFIX) and not super().__contains__(model_type):
+        if str(model_type).startswith(MODEL_TYPE_PREFIX) and not super().__contains__(model_type):
             importlib.import_module("fastweights.models")
         return super().__contains__(model_type)
 

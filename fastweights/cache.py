@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,9 +20,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from fastweights.config import FastWeightsConfig
 
-Tensors = TypeVar("Tensors", bound=tuple)
-
 FILE_KIND = "fastweights-state-1"
+# Two samples of one model's weights differ at most by rounding to bfloat16, about 1e-3.
+SAME_WEIGHTS = 4e-3
 
 
 class StateError(ValueError):
@@ -41,8 +41,9 @@ class StateLayer(CacheLayerMixin):
 
     def put(self, name: str, value: Tensor) -> None:
         held = self.tensors.get(name)
-        if held is None:
-            self.tensors[name] = value.detach().clone(memory_format=torch.contiguous_format)
+        if held is None or torch.is_grad_enabled():  # autograd may still need the old one
+            with torch.inference_mode(False):
+                self.tensors[name] = value.detach().clone(memory_format=torch.contiguous_format)
             self.is_initialized = True
         else:
             held.copy_(value.detach())
@@ -109,7 +110,8 @@ class FastWeightsCache(Cache):
         attention = DynamicCache(config=config.get_text_config(decoder=True)).layers
         layers = [StateLayer() if settings.converts(i) else layer for i, layer in enumerate(attention)]
         super().__init__(layers=layers)
-        self.seen = torch.zeros((), dtype=torch.long)
+        with torch.inference_mode(False):
+            self.seen = torch.zeros((), dtype=torch.long)
         self.lengths: Tensor | None = None
 
     @property
@@ -119,12 +121,10 @@ class FastWeightsCache(Cache):
 
     def advance(self, length: int, mask: Tensor | None, batch: int, device: torch.device) -> None:
         """Count tokens that all layers have taken in."""
-        self.seen += length
-        real = mask.sum(1) if mask is not None else torch.full((batch,), length, device=device)
-        if self.lengths is None:
-            self.lengths = real
-        else:
-            self.lengths += real
+        with torch.inference_mode(False):
+            self.seen += length
+            real = torch.full((batch,), length, device=device) if mask is None else mask.sum(1)
+            self.lengths = real.clone() if self.lengths is None else self.lengths + real
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """Tokens seen: an int where attention layers know it, else the counter itself."""
@@ -209,7 +209,8 @@ class FastWeightsCache(Cache):
             tensors |= {f"{i}.{name}": value for name, value in held.items() if value is not None}
             if hasattr(layer, "cumulative_length"):
                 tensors[f"{i}.cumulative_length"] = torch.as_tensor(layer.cumulative_length)
-        path, metadata = Path(path), {"kind": FILE_KIND, "model": fingerprint(model)}
+        tensors["model"] = weight_sample(model)
+        path, metadata = Path(path), {"kind": FILE_KIND, "model": layout(model)}
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
             save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, temporary, metadata)
@@ -255,18 +256,26 @@ def _read(path: Path, model: nn.Module) -> dict[str, Tensor]:
         raise StateError(f"{path} is not a readable state file: {error}") from error
     if metadata.get("kind") != FILE_KIND:
         raise StateError(f"{path} is a safetensors file, but not a state saved by fastweights")
-    if metadata["model"] != fingerprint(model):
+    if metadata["model"] != layout(model) or not _same_weights(tensors.pop("model"), weight_sample(model)):
         raise StateError(f"the state in {path} belongs to another model: load it with the model that made it")
     return tensors
 
 
-def fingerprint(model: Any) -> str:
-    """A digest of a converted model: its settings and a sample of its weights, in bfloat16 so that it does not
-    depend on the precision the model is loaded in."""
-    digest = hashlib.sha256(json.dumps(model.config.fastweights, sort_keys=True).encode())
-    for name, parameter in sorted(model.named_parameters()):
+def layout(model: Any) -> str:
+    """A digest of a model's parameters by name and shape, and of the settings that give a state its meaning."""
+    settings = {k: v for k, v in model.config.fastweights.items() if k not in ("positions", "seed", "train_length")}
+    shapes = [(name, list(parameter.shape)) for name, parameter in sorted(model.named_parameters())]
+    return hashlib.sha256(json.dumps([settings, shapes], sort_keys=True).encode()).hexdigest()
+
+
+def weight_sample(model: Any) -> Tensor:
+    """A few numbers of every parameter."""
+    samples = []
+    for _, parameter in sorted(model.named_parameters()):
         flat = parameter.detach().flatten()
-        sample = flat[:: max(1, flat.numel() // 64)][:64].to("cpu", torch.bfloat16)
-        digest.update(f"{name}{list(parameter.shape)}".encode())
-        digest.update(sample.view(torch.int16).numpy().tobytes())
-    return digest.hexdigest()
+        samples.append(flat[:: max(1, flat.numel() // 64)][:64].to("cpu", torch.float32))
+    return torch.cat(samples)
+
+
+def _same_weights(a: Tensor, b: Tensor) -> bool:
+    return bool((a - b).norm() <= SAME_WEIGHTS * b.norm())

@@ -7,6 +7,8 @@ import json
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, get_type_hints
 
+# model_type of a converted model: this and its family's name
+MODEL_TYPE_PREFIX = "fastweights_"
 LOCAL = "local"
 DEFAULT_LOCAL_WINDOW = 32
 
@@ -71,7 +73,8 @@ class FastWeightsConfig:
     def __post_init__(self) -> None:
         for f in fields(self):
             value, choices = getattr(self, f.name), f.metadata["choices"]
-            if choices and value is not None and value not in choices:
+            best_of_rule = value is None and f.name in ("feature_map", "normalize")
+            if choices and value not in choices and not best_of_rule:
                 raise ConfigError(f"{f.name}={value!r} is not known; choose one of {', '.join(choices)}")
         self._resolve_defaults()
         self._check_numbers()
@@ -85,7 +88,7 @@ class FastWeightsConfig:
             resolved["normalize"] = _BEST_NORMALIZER.get(self.rule, "none")
         if self.window is None:
             resolved["window"] = DEFAULT_LOCAL_WINDOW if self.rule == LOCAL else 0
-        if self.layers is not None:
+        if isinstance(self.layers, list):
             resolved["layers"] = tuple(self.layers)
         for name, value in resolved.items():
             object.__setattr__(self, name, value)
@@ -104,7 +107,9 @@ class FastWeightsConfig:
             raise ConfigError(f"output_norm must be true or false, found {self.output_norm!r}")
         if self.layers is None:
             return
-        if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in self.layers):
+        if not isinstance(self.layers, tuple) or any(
+            isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in self.layers
+        ):
             raise ConfigError(f"layers must be layer numbers from 0 up, found {self.layers!r}")
         if not self.layers or len(set(self.layers)) != len(self.layers):
             raise ConfigError(f"layers must name at least one layer and each only once, found {self.layers!r}")
@@ -118,6 +123,10 @@ class FastWeightsConfig:
             (
                 self.rule == LOCAL and (self.feature_map, self.normalize) != ("none", "none"),
                 "local attention is a softmax over its window: it has no feature map and no normaliser of its own",
+            ),
+            (
+                self.rule == LOCAL and (self.output_norm or self.rotary != "keep"),
+                "local attention is the pretrained attention within a window: it takes no output_norm and keeps rotary",
             ),
             (
                 self.normalizes_sum and self.feature_map not in POSITIVE_MAPS,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import shutil
 import tempfile
@@ -98,9 +97,19 @@ def load(source: str | os.PathLike, **kwargs: Any) -> Any:
 def load_tokenizer(source: str | os.PathLike) -> Any:
     """The tokenizer that lies beside a model, or None where there is none."""
     folder, gguf = _locate(source)
-    if not gguf and Path(folder).is_dir() and not any(Path(folder).glob("*tokenizer*")):
+    if gguf:
+        return _gguf_tokenizer(folder, gguf)
+    if Path(folder).is_dir() and not any(Path(folder).glob("*tokenizer*")):
         return None
     return _load(AutoTokenizer, source)
+
+
+def _gguf_tokenizer(folder: str, gguf: str) -> Any:
+    """A GGUF file may have none, or one that transformers cannot build."""
+    try:
+        return AutoTokenizer.from_pretrained(folder, gguf_file=gguf)
+    except (ValueError, KeyError, OSError):
+        return None
 
 
 def _load(kind: Any, source: str | os.PathLike, **kwargs: Any) -> Any:
@@ -115,7 +124,7 @@ def _load(kind: Any, source: str | os.PathLike, **kwargs: Any) -> Any:
         raise CheckpointError(f"{source}: config.json: {error}") from error
     except CheckpointError:
         raise
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         where = "" if Path(folder).is_dir() else "there is no such folder here, and from the hub "
         raise CheckpointError(f"{source}: {where}it cannot be loaded: {error}") from error
 
@@ -159,11 +168,8 @@ def _damaged(folder: str) -> str:
 @contextmanager
 def new_folder(target: str | os.PathLike, overwrite: bool = False) -> Iterator[Path]:
     """A temporary folder beside `target` that takes its place when all went well; otherwise nothing stays behind."""
-    target = Path(target)
-    if target.exists() and not target.is_dir():
-        raise CheckpointError(f"{target} exists and is not a folder: choose another output folder")
-    if target.is_dir() and any(target.iterdir()) and not overwrite:
-        raise CheckpointError(f"{target} exists and is not empty: choose another output folder, or pass --overwrite")
+    target = Path(target).resolve()
+    _check_target(target, overwrite)
     made: list[Path] = []
     try:
         for parent in reversed([p for p in target.parents if not p.exists()]):
@@ -171,22 +177,54 @@ def new_folder(target: str | os.PathLike, overwrite: bool = False) -> Iterator[P
             made.append(parent)
         temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     except OSError as error:
-        for parent in reversed(made):
-            parent.rmdir()
+        _remove(made)
         raise CheckpointError(f"cannot write to {target}: {error.strerror}; choose another output folder") from error
     try:
         yield temporary
         temporary.chmod(0o755)
-        if target.exists():
-            shutil.rmtree(target)
-        temporary.rename(target)
+        _put_in_place(temporary, target)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        for parent in reversed(made):
-            parent.rmdir()
-        if isinstance(error, (OSError, SafetensorError)):
+        _remove(made)
+        if isinstance(error, OSError | SafetensorError):
             raise CheckpointError(f"cannot write to {target}: {error}") from error
         raise
+
+
+def _check_target(target: Path, overwrite: bool) -> None:
+    here = Path.cwd()
+    if target == here or target in here.parents:
+        raise CheckpointError(f"{target} is the folder you are in, or holds it: name a new output folder")
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"{target} exists and is not a folder: choose another output folder")
+    if not target.is_dir() or not any(target.iterdir()):
+        return
+    if not overwrite:
+        raise CheckpointError(f"{target} exists and is not empty: choose another output folder, or pass --overwrite")
+    if not (target / "config.json").is_file():
+        raise CheckpointError(
+            f"{target} is not a saved model, and --overwrite replaces only those: choose another folder"
+        )
+
+
+def _put_in_place(temporary: Path, target: Path) -> None:
+    """Rename, with what was there kept until the new folder stands."""
+    if not target.exists():
+        temporary.rename(target)
+        return
+    old = target.with_name(f"{temporary.name}.old")
+    target.rename(old)
+    try:
+        temporary.rename(target)
+    except OSError:
+        old.rename(target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _remove(folders: list[Path]) -> None:
+    for folder in reversed(folders):
+        folder.rmdir()
 
 
 def save(model: Any, folder: str | os.PathLike, tokenizer: Any = None, overwrite: bool = False) -> None:
@@ -195,9 +233,3 @@ def save(model: Any, folder: str | os.PathLike, tokenizer: Any = None, overwrite
         model.save_pretrained(temporary)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
-
-
-def read_settings(folder: str | os.PathLike) -> FastWeightsConfig | None:
-    """The fast-weight settings of a saved model, None for one that is not converted."""
-    values = json.loads((Path(folder) / "config.json").read_text()).get("fastweights")
-    return None if values is None else FastWeightsConfig.from_dict(values)

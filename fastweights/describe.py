@@ -141,7 +141,7 @@ def _state_bytes(shape: AttentionShape, config: FastWeightsConfig, dtype: torch.
         rows = shape.head_dim + config.normalizes_attention
         state = states * rows * config.m * torch.promote_types(dtype, torch.float32).itemsize
     mask_byte = 1
-    return state + max(0, int(config.window or 0) - 1) * (_token_bytes(shape, dtype) + mask_byte)
+    return state + max(0, shape.window(config) - 1) * (_token_bytes(shape, dtype) + mask_byte)
 
 
 def _memory(layers: list[_Layer], state_bytes: int, tokens: int) -> Memory:

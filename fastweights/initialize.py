@@ -87,8 +87,8 @@ def exact_factors(weights: AttentionWeights, shape: AttentionShape, states: int)
     root = shape.scaling**0.5
     if weights.q_norm is None or weights.k_norm is None:
         return Factors(q * root, k * root, planes)
-    q_norm = (weights.q_norm.double() * root).expand(*q.shape[:2], -1)
-    k_norm = (weights.k_norm.double() * root).expand(states, -1)
+    q_norm = (weights.q_norm.double().cpu() * root).expand(*q.shape[:2], -1)
+    k_norm = (weights.k_norm.double().cpu() * root).expand(states, -1)
     return Factors(q, k, planes, q_norm, k_norm)
 
 
@@ -237,10 +237,10 @@ def log_gate(rows: int, count: int, longest: int, generator: torch.Generator) ->
 def _initialize_gates(rule: RecurrentAttention, generator: torch.Generator) -> None:
     """Gates start independent of the token; what they let in is scaled so that the first steps do not overflow."""
     config, projections = rule.config, rule.projections
-    states, m, d = projections.states, config.m, projections.v_proj.out_features // projections.states
+    states, d = projections.states, projections.v_proj.out_features // projections.states
     log = config.gate_init == "log"
     if config.rule == "decay":
-        f = log_gate(states, m, config.train_length, generator) if log else uniform_gate((states, m), m, generator)
+        f = _key_gates(rule, generator)
         z = uniform_gate((states, d), d, generator)
         if log:
             z = torch.full((states, d), math.log(OPEN_GATE_FACTOR * config.train_length))
@@ -256,6 +256,18 @@ def _initialize_gates(rule: RecurrentAttention, generator: torch.Generator) -> N
         _set_bias(rule, "g", torch.full((states,), math.log(DELTA_GATE / (1 - DELTA_GATE))))
     elif config.rule == "add" and config.feature_map == "none" and not config.normalizes_attention:
         _scale_rows(projections.v_proj, torch.tensor(ADD_VALUE_SCALE))
+
+
+def _key_gates(rule: RecurrentAttention, generator: torch.Generator) -> Tensor:
+    """Logits [S,m]. Rotation mixes the two numbers of a plane, so they start with one gate: what is then scaled by how
+    long it is kept, is kept that long."""
+    config, planes = rule.config, rule.projections.planes.shape[1] if rule.config.feature_map == "none" else 0
+    states, count = rule.projections.states, config.m - planes
+    if config.gate_init == "log":
+        f = log_gate(states, count, config.train_length, generator)
+    else:
+        f = uniform_gate((states, count), config.m, generator)
+    return torch.cat([f[:, :planes], f], dim=1)
 
 
 def _set_bias(rule: RecurrentAttention, gate: str, logits: Tensor) -> None:

@@ -33,7 +33,13 @@ class AttentionShape:
     out_bias: bool = False
     qk_norm_eps: float | None = None
     softcap: float | None = None
+    sliding_window: int | None = None
     dropout: float = 0.0
+
+    def window(self, config: FastWeightsConfig) -> int:
+        """The exact window of a converted layer: never wider than the pretrained layer's own."""
+        wanted = int(config.window or 0)
+        return wanted if self.sliding_window is None else min(wanted, self.sliding_window)
 
 
 class SequenceInfo(NamedTuple):
@@ -53,7 +59,7 @@ class HeadNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         n = self.weight.shape[1]
-        head = x[..., :n].float()
+        head = x[..., :n].to(torch.promote_types(x.dtype, torch.float32))
         head = head * (head.square().mean(-1, keepdim=True) + self.eps).rsqrt()
         head = head.to(x.dtype) * self.weight
         return head if n == x.shape[-1] else torch.cat([head, x[..., n:]], dim=-1)
@@ -191,7 +197,7 @@ class FastWeightsAttention(nn.Module):
         super().__init__()
         self.shape, self.config, self.layer_idx = shape, config, layer_index
         self.rule = None if config.rule == LOCAL else RecurrentAttention(shape, config)
-        self.window = LocalAttention(shape, int(config.window or 0)) if config.window else None
+        self.window = LocalAttention(shape, shape.window(config)) if config.window else None
         self.mix = Mix(shape.heads) if self.rule is not None and self.window is not None else None
         self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.width, bias=shape.out_bias)
         self.dropout = nn.Dropout(shape.dropout)

@@ -73,7 +73,8 @@ def _banded_softmax(
     seen, document = (F.pad(x, (0, missing)).unfold(1, span, block) for x in (seen, document))
     q = F.pad(q, (0, 0, 0, 0, 0, missing)).unflatten(1, (-1, block)).unflatten(3, (keys.shape[2], -1))
 
-    logits = torch.einsum("bnihgd,bnhdj->bnhgij", q, keys).float()
+    logits = torch.einsum("bnihgd,bnhdj->bnhgij", q, keys)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     rows, columns = torch.arange(block, device=q.device)[:, None], torch.arange(span, device=q.device)

@@ -18,12 +18,10 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask
 
 from fastweights.cache import FastWeightsCache
-from fastweights.config import FastWeightsConfig
+from fastweights.config import MODEL_TYPE_PREFIX, FastWeightsConfig
 from fastweights.families import FAMILIES, Family
 from fastweights.initialize import initialize
 from fastweights.layer import FastWeightsAttention, SequenceInfo
-
-PREFIX = "fastweights_"
 
 
 class CheckpointError(ValueError):
@@ -95,22 +93,23 @@ class FastWeightsMixin(_Base):
                 "a converted model keeps a state of constant size and needs none"
             )
         cache = model_kwargs.get("past_key_values")
-        if cache is None:
-            self._check_length(generation_config.max_length - 1)
+        self._check_length(_longest_text(generation_config, model_kwargs.get("attention_mask")))
         if cache is None and generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = FastWeightsCache(self.config)
         elif cache is not None:
-            model_kwargs["past_key_values"] = _own_cache(cache, self.config)
+            model_kwargs["past_key_values"] = _own_cache(cache, self.config, None)
             model_kwargs["past_key_values"]._is_user_defined = True
 
     def _run(self, forward: Any, inputs: dict[str, Any]) -> Any:
         """Call the pretrained class's forward with a cache of ours, and tell our layers which tokens are real."""
         tokens = inputs.get("input_ids")
-        tokens = inputs["inputs_embeds"] if tokens is None else tokens
+        tokens = inputs.get("inputs_embeds") if tokens is None else tokens
+        if tokens is None:
+            raise ValueError("give input_ids or inputs_embeds")
         batch, length = tokens.shape[:2]
-        mask = _token_mask(inputs.get("attention_mask"), length)
+        mask = _token_mask(inputs.get("attention_mask"), batch, length, inputs.get("past_key_values"))
         reset = _document_starts(inputs, batch)
-        cache = self._cache(inputs, packed=reset is not None)
+        cache = self._cache(inputs, batch, packed=reset is not None)
         if inputs.get("position_ids") is None:
             inputs["position_ids"] = _positions(batch, length, mask, cache, tokens.device)
         if self.family.learned_positions:
@@ -128,14 +127,16 @@ class FastWeightsMixin(_Base):
         layers = self.config.fastweights["layers"]
         return layers is not None and len(layers) < len(self.family.blocks(self))
 
-    def _cache(self, inputs: dict[str, Any], packed: bool) -> FastWeightsCache | None:
+    def _cache(self, inputs: dict[str, Any], batch: int, packed: bool) -> FastWeightsCache | None:
         cache, wanted = inputs.get("past_key_values"), inputs.get("use_cache")
         if cache is None and wanted is None:
             wanted = self.config.use_cache and not self.training and not packed
-        if packed and self._is_hybrid and (cache is not None or wanted):
-            raise ValueError("packed documents leave no cache in a model with attention layers: pass use_cache=False")
+        if packed and (cache is not None or wanted):
+            raise ValueError("packed documents are not one text to go on with and leave no cache: pass use_cache=False")
+        if self.is_gradient_checkpointing and self.training:
+            return None
         if cache is not None:
-            return _own_cache(cache, self.config)
+            return _own_cache(cache, self.config, batch)
         return FastWeightsCache(self.config) if wanted else None
 
     def _attention_mask(
@@ -182,20 +183,37 @@ class FastWeightsMixin(_Base):
         return super().generate(*args, **kwargs)
 
 
-def _own_cache(cache: Cache, config: Any) -> FastWeightsCache:
+def _longest_text(generation_config: Any, mask: Tensor | None) -> int:
+    """Positions that generating may need: real tokens so far, and all the new ones but the last, which is not read."""
+    if mask is None:
+        return generation_config.max_length - 1
+    new = generation_config.max_new_tokens
+    new = generation_config.max_length - mask.shape[1] if new is None else new
+    return int(mask.sum(1).max()) + new - 1
+
+
+def _own_cache(cache: Cache, config: Any, batch: int | None) -> FastWeightsCache:
     if isinstance(cache, FastWeightsCache):
+        if batch is not None and cache.batch_size not in (-1, batch):
+            fork = f"past_key_values=cache.fork({batch})"
+            raise ValueError(
+                f"the state is of {cache.batch_size} texts and the input of {batch}: fork it first, {fork}"
+            )
         return cache
     if cache.get_seq_length() == 0:
         return FastWeightsCache(config)
     raise ValueError(f"past_key_values is a {type(cache).__name__} of another model: start from a FastWeightsCache")
 
 
-def _token_mask(attention_mask: Tensor | None, length: int) -> Tensor | None:
+def _token_mask(attention_mask: Tensor | None, batch: int, length: int, cache: Cache | None) -> Tensor | None:
     """Which of the new tokens are real, [B,T]; None when all are."""
     if attention_mask is None:
         return None
     if attention_mask.ndim != 2:
         raise ValueError(f"attention_mask must be [B,T] for a converted model, found {list(attention_mask.shape)}")
+    rows, columns = attention_mask.shape
+    if rows != batch or columns < length or (cache is None and columns > length):
+        raise ValueError(f"attention_mask must be [{batch},{length}] like the tokens, found [{rows},{columns}]")
     mask = attention_mask[:, -length:].bool()
     on_host = mask.device.type == "cpu" or length > 1
     if on_host and not torch.compiler.is_compiling() and bool(mask.all()):
@@ -239,7 +257,7 @@ def _make_classes(family: Family) -> tuple[Any, Any]:
     config_class = type(
         f"FastWeights{base.config_class.__name__}",
         (base.config_class,),
-        {"model_type": PREFIX + family.name, "__module__": __name__},
+        {"model_type": MODEL_TYPE_PREFIX + family.name, "__module__": __name__},
     )
     model_class = type(
         f"FastWeights{family.model_class}",

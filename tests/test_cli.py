@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -18,8 +19,13 @@ import fastweights
 from fastweights.cache import FastWeightsCache
 from fastweights.cli import parse_layers
 from fastweights.config import ConfigError, FastWeightsConfig
-from fastweights.convert import load, load_tokenizer, read_settings
+from fastweights.convert import load, load_tokenizer
 from fastweights.models import FastWeightsMixin
+
+
+def settings_of(folder: Path) -> FastWeightsConfig:
+    return FastWeightsConfig.from_dict(json.loads((folder / "config.json").read_text())["fastweights"])
+
 
 HYBRID = dict(m=8, layers=(1,), window=3)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -80,7 +86,7 @@ def test_convert_saves_model_and_tokenizer_and_prints_info(tmp_path: Path) -> No
     source, target = save_model(tmp_path / "base"), tmp_path / "some" / "where"
     printed = succeed("convert", source, "-o", target, "--m", 8).stdout
     assert isinstance(load(target), FastWeightsMixin)
-    assert read_settings(target) == FastWeightsConfig(m=8)
+    assert settings_of(target) == FastWeightsConfig(m=8)
     assert load_tokenizer(target).get_vocab() == tokenizer().get_vocab()
     assert printed == succeed("info", target).stdout
 
@@ -115,7 +121,7 @@ def test_every_option_reaches_the_settings(tmp_path: Path) -> None:
         typed = ["1"] if name == "layers" else [] if value is True else [value]
         flags += [f"--{name.replace('_', '-')}", *typed]
     succeed("convert", save_model(tmp_path / "base", "llama"), "-o", tmp_path / "out", *flags)
-    assert read_settings(tmp_path / "out") == FastWeightsConfig(**settings)
+    assert settings_of(tmp_path / "out") == FastWeightsConfig(**settings)
 
 
 def test_convert_in_another_dtype(tmp_path: Path) -> None:
@@ -132,7 +138,7 @@ def test_overwrite_replaces_the_folder(tmp_path: Path) -> None:
     source, target = save_model(tmp_path / "base"), save_model(tmp_path / "out", rule="add", m=8)
     (target / "old").touch()
     succeed("convert", source, "-o", target, "--m", 8, "--overwrite")
-    assert read_settings(target) == FastWeightsConfig(m=8)
+    assert settings_of(target) == FastWeightsConfig(m=8)
     assert not (target / "old").exists()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["base", "out"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,9 @@ def test_turns_carry_the_state_over(model: Any) -> None:
     first, more = tokens(2, 7), tokens(2, 5, seed=5)
     turn = model.generate(first, max_new_tokens=4, return_dict_in_generate=True, **GREEDY)
     text = torch.cat([turn.sequences, more], dim=1)
-    fresh = model.generate(text, max_new_tokens=5, **GREEDY)
-    assert torch.equal(fresh, model.generate(text, past_key_values=turn.past_key_values, max_new_tokens=5, **GREEDY))
+    options = dict(attention_mask=torch.ones_like(text), max_new_tokens=5, **GREEDY)
+    fresh = model.generate(text, **options)
+    assert torch.equal(fresh, model.generate(text, past_key_values=turn.past_key_values, **options))
 
 
 def test_turns_of_a_batch_with_padding_in_the_middle() -> None:
@@ -103,6 +105,38 @@ def test_learned_positions_end_with_a_clear_error_or_are_clamped(family: str) ->
         assert made[0, 90:].tolist() == clamped(made).logits[0, 89:-1].argmax(-1).tolist()
 
 
+def test_the_position_table_is_counted_in_real_tokens_and_before_generating() -> None:
+    model, calls = converted("gpt2", m=4), []
+    padded, mask = tokens(2, 94), torch.ones(2, 94, dtype=torch.long)
+    mask[:, :84] = 0
+    assert model.generate(padded, attention_mask=mask, max_new_tokens=8, **GREEDY).shape == (2, 102)
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    for cache in (None, fw.FastWeightsCache(model.config)):
+        with pytest.raises(ValueError, match="may reach"):
+            model.generate(tokens(1, 3), past_key_values=cache, max_new_tokens=200, **GREEDY)
+    assert not calls
+
+
+def test_a_mask_must_fit_the_tokens() -> None:
+    model, ids = converted(), tokens(2, 12)
+    for shape in ((2, 5), (2, 20), (1, 12)):
+        with pytest.raises(ValueError, match=r"attention_mask must be \[2,12\]"):
+            model(ids, attention_mask=torch.ones(shape))
+    with pytest.raises(ValueError, match="give input_ids or inputs_embeds"):
+        model()
+
+
+@pytest.mark.parametrize("rule", ["add", "gated", "delta", "decay", "local"])
+def test_a_state_can_be_trained_from_and_made_in_inference_mode(rule: str) -> None:
+    model, ids, more = converted(rule=rule, m=6), tokens(1, 8), tokens(1, 5, seed=2)
+    cache = model(ids, use_cache=True).past_key_values
+    model(more, past_key_values=cache, labels=more).loss.backward()
+    with torch.inference_mode():
+        cache = model(ids, use_cache=True).past_key_values
+    made = model.generate(torch.cat([ids, more], dim=1), past_key_values=cache, max_new_tokens=3, **GREEDY)
+    assert torch.equal(made, model.generate(torch.cat([ids, more], dim=1), max_new_tokens=3, **GREEDY))
+
+
 def test_rotary_models_go_on_past_their_trained_length() -> None:
     made = converted().generate(tokens(1, 500), max_new_tokens=30, **GREEDY)
     assert made.shape == (1, 530)
@@ -145,7 +179,9 @@ def test_a_state_belongs_to_its_model(tmp_path: Path) -> None:
     model = converted()
     with torch.no_grad():
         model(tokens(1, 5), use_cache=True).past_key_values.save(tmp_path / "s", model)
-    fw.FastWeightsCache.load(tmp_path / "s", model.to(torch.bfloat16))
+    model.config.fastweights["positions"] = "clamp"
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        fw.FastWeightsCache.load(tmp_path / "s", copy.deepcopy(model).to(dtype))
     other = converted()
     other.model.layers[0].mlp.up_proj.weight.data += 0.5
     for stranger in (other, converted(rule="gated", m=6), converted("qwen2")):
@@ -161,6 +197,10 @@ def test_what_a_state_cannot_do_is_said() -> None:
         cache.crop(2)
     with pytest.raises(StateError, match="at least one copy"):
         cache.fork(0)
+    with pytest.raises(
+        ValueError, match=r"of 1 texts and the input of 3: fork it first, past_key_values=cache.fork\(3\)"
+    ):
+        model(tokens(3, 2), past_key_values=cache)
     with pytest.raises(ValueError, match="assisted decoding"):
         model.generate(ids, assistant_model=model, max_new_tokens=2)
     with pytest.raises(ValueError, match="cache_implementation='static'"):
@@ -179,5 +219,6 @@ def test_hybrids_want_the_whole_mask_and_no_cache_for_packed_documents() -> None
         cache = model(ids, use_cache=True).past_key_values
         with pytest.raises(ValueError, match="have seen 6 and get 2 more"):
             model(ids[:, :2], attention_mask=torch.ones(1, 2), past_key_values=cache)
-        with pytest.raises(ValueError, match="use_cache=False"):
-            model(ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]), use_cache=True)
+        for packed in (model, converted()):
+            with pytest.raises(ValueError, match="use_cache=False"):
+                packed(ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]), use_cache=True)

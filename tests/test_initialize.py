@@ -141,6 +141,42 @@ def test_log_gates_spread_memory_from_one_token_to_the_training_length() -> None
     assert torch.isfinite(log_gate(2, 1, 100, torch.Generator())).all()
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
+def test_with_rotary_both_numbers_of_a_plane_forget_alike(family: str) -> None:
+    """Keys are scaled by how long they are kept; rotation must not mix a long memory into a short one."""
+    model = fw.convert(pretrained(family), fw.FastWeightsConfig(rule="decay", m=6, gate_init="log"))
+    rule, keys = family_of_converted(model).rule, []
+    rule.projections.register_forward_hook(lambda _m, _i, out: keys.append(out[1]))
+    with torch.no_grad():
+        model(tokens(4, 90))
+    planes = rule.projections.planes.shape[1]
+    f = rule.gates["f"].bias.detach().unflatten(0, (HEADS, 6))
+    assert planes and torch.equal(f[:, :planes], f[:, planes : 2 * planes])
+    plain = fw.convert(pretrained(family), fw.FastWeightsConfig(rule="gated", m=6))
+    family_of_converted(plain).rule.projections.register_forward_hook(lambda _m, _i, out: keys.append(out[1]))
+    with torch.no_grad():
+        plain(tokens(4, 90))
+    assert_close("keys", keys[0], keys[1] * (-f).sigmoid(), 1e-5)
+
+
+def test_without_its_scale_add_overflows_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the paper's 1/512 is for: float16 ends at 65504."""
+
+    def largest_output() -> float:
+        model = pretrained("gpt2")
+        for parameter in model.parameters():
+            parameter.data *= 2
+        model, seen = fw.convert(model, fw.FastWeightsConfig(rule="add", m=4)), []
+        family_of_converted(model).rule.register_forward_hook(lambda _m, _i, out: seen.append(out.abs().max()))
+        with torch.no_grad():
+            model(tokens(1, 96))
+        return float(seen[0])
+
+    assert largest_output() < 65504
+    monkeypatch.setattr("fastweights.initialize.ADD_VALUE_SCALE", 1.0)
+    assert largest_output() > 65504
+
+
 def test_other_rules_start_as_in_the_paper() -> None:
     assert_close("delta's gate", _rule(rule="delta", m=4).gates["g"].bias.sigmoid(), torch.full((HEADS,), 0.007), 1e-5)
     assert_close("add's values", _rule(rule="add", m=4).projections.v_proj.weight, _pretrained_values() / 512, 1e-6)

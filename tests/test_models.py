@@ -87,8 +87,19 @@ def test_a_model_from_its_config_alone_starts_as_a_conversion_would() -> None:
     assert torch.equal(biases, expected)
 
 
-def test_from_pretrained_of_a_missing_import_is_known_to_auto_classes() -> None:
-    assert {AutoConfig.for_model(f"fastweights_{family}").model_type for family in CONFIGS}
+def test_auto_classes_know_every_family() -> None:
+    known = {AutoConfig.for_model(f"fastweights_{family}").model_type for family in CONFIGS}
+    assert known == {f"fastweights_{family}" for family in CONFIGS}
+
+
+def test_a_window_is_never_wider_than_the_pretrained_one() -> None:
+    for family in ("mistral", "gemma2"):
+        base, ids = pretrained(family), tokens(2, 20)
+        base.set_attn_implementation("eager")
+        with torch.no_grad():
+            expected = base(ids).logits
+            found = fw.convert(base, fw.FastWeightsConfig(rule="local", window=50))(ids).logits
+        assert_close(f"logits of {family}", found, expected, 1e-5)
 
 
 def _gradients(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+import zlib
 from typing import Any
 
 import pytest
@@ -53,11 +54,12 @@ def _name(settings: dict[str, Any]) -> str:
     return "-".join(str(value) for value in settings.values())
 
 
-@pytest.mark.parametrize("kept", [None, 0], ids=["full", "hybrid"])
+@pytest.mark.parametrize("hybrid", [False, True], ids=["full", "hybrid"])
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("settings", DEFINED + OPTIONS, ids=_name)
-def test_every_way_of_running_agrees(settings: dict[str, Any], family: str, kept: int | None) -> None:
-    layers = None if kept is None else tuple({0, 1} - {kept})
+def test_every_way_of_running_agrees(settings: dict[str, Any], family: str, hybrid: bool) -> None:
+    kept = zlib.crc32(f"{_name(settings)} {family}".encode()) % 2  # now the first layer, now the second
+    layers = (1 - kept,) if hybrid else None
     model = fw.convert(pretrained(family), fw.FastWeightsConfig(layers=layers, **settings))
     _give_gates_an_input(model)
     with torch.no_grad():
@@ -91,14 +93,17 @@ def _tolerance(model: Any, ids: Tensor, settings: dict[str, Any]) -> float:
         return TOLERANCE
     with fw.ops.use_backend("loop"):
         found, exact = model(ids, use_cache=True), copy.deepcopy(model).double()(ids, use_cache=True)
-    return max(TOLERANCE, 4 * float((found.logits - exact.logits).norm() / exact.logits.norm()))
+    return min(2e-3, max(TOLERANCE, 4 * float((found.logits - exact.logits).norm() / exact.logits.norm())))
 
 
 def _state(cache: Any) -> Tensor:
-    parts = [layer.tensors for layer in cache.layers if isinstance(layer, StateLayer)]
-    return torch.cat(
-        [t.float().flatten() for tensors in parts for name, t in tensors.items() if name == "state"] or [torch.zeros(1)]
-    )
+    """All that the converted layers keep; what a window has not seen counts as nothing."""
+    parts = []
+    for layer in cache.layers:
+        if isinstance(layer, StateLayer):
+            seen = layer.tensors.get("mask", torch.ones(1, 1))[..., None, None]
+            parts += [t * seen if name in "kv" else t for name, t in layer.tensors.items() if name != "mask"]
+    return torch.cat([part.float().flatten() for part in parts])
 
 
 def _check_outputs(model: Any, ids: Tensor, settings: dict[str, Any]) -> None:
@@ -171,8 +176,9 @@ def _check_beams(model: Any) -> None:
     ids, mask, texts = _unequal_batch()
     options = dict(max_new_tokens=3, num_beams=3, do_sample=False)
     made = model.generate(ids, attention_mask=mask, **options)[:, 9:]
-    again = model.generate(texts[1], use_cache=False, **options)[:, texts[1].shape[1] :]
-    assert made[1].tolist() == again[0].tolist(), "beams with the state and without it"
+    for row, text in enumerate(texts):
+        again = model.generate(text, use_cache=False, **options)[:, text.shape[1] :]
+        assert made[row].tolist() == again[0].tolist(), f"beams of row {row}, with the state and without it"
 
 
 def test_the_matrix_is_whole() -> None:

@@ -13,7 +13,7 @@ def shape(attention: Any, config: Any) -> AttentionShape:
         kv_heads=config.num_attention_heads,
         head_dim=attention.head_size,
         scaling=attention.scaling,
-        rotary_dim=attention.rotary_ndims,
+        rotary_dim=attention.rotary_ndims + attention.rotary_ndims % 2,
         qkv_bias=attention.query_key_value.bias is not None,
         out_bias=attention.dense.bias is not None,
     )

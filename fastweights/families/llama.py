@@ -25,7 +25,14 @@ def shape(attention: Any, config: Any) -> AttentionShape:
         out_bias=attention.o_proj.bias is not None,
         qk_norm_eps=eps,
         softcap=getattr(attention, "attn_logit_softcapping", None),
+        sliding_window=_sliding_window(attention, config),
     )
+
+
+def _sliding_window(attention: Any, config: Any) -> int | None:
+    """Mistral's config has one for all layers; Qwen and Gemma say it of each layer."""
+    whole_model = config.sliding_window if config.model_type.endswith("mistral") else None
+    return getattr(attention, "sliding_window", whole_model)
 
 
 def weights(attention: Any, shape: AttentionShape) -> AttentionWeights:

@@ -74,7 +74,8 @@ class Relu(Identity):
 
 class Favor(Identity):
     """FAVOR+: exp(w.x - |x|^2 / 2) / sqrt(m) over orthogonal Gaussian w; unbiased for exp(q . k)
-    (Choromanski et al. 2021)."""
+    (Choromanski et al. 2021). Its variance grows like exp(|x|^2): queries or keys longer than about 8 give features
+    near zero. The original's running maximum over all keys needs the whole text and has no place in a recurrence."""
 
     def __init__(self, heads: int, m: int, d: int) -> None:
         super().__init__(heads, m, d)
@@ -82,15 +83,21 @@ class Favor(Identity):
         self.directions: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
-        exponent = x @ self.directions.to(x.dtype).mT - x.square().sum(-1, keepdim=True) / 2
-        return exponent.exp() * self.directions.shape[0] ** -0.5
+        with torch.autocast(x.device.type, enabled=False):
+            x = _exact(x)
+            exponent = x @ self.directions.to(x.dtype).mT - x.square().sum(-1, keepdim=True) / 2
+            return exponent.exp() * self.directions.shape[0] ** -0.5
 
     def draw(self, generator: torch.Generator) -> None:
         m, d = self.directions.shape
         blocks = [_random_rotation(d, generator) for _ in range(-(-m // d))]
         norms = torch.randn(m, d, generator=generator).norm(dim=-1, keepdim=True)
         self.directions.copy_(torch.cat(blocks)[:m] * norms)
+
+
+def _exact(x: Tensor) -> Tensor:
+    """At least float32: exponents and angles do not survive bfloat16."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _random_rotation(d: int, generator: torch.Generator) -> Tensor:
@@ -109,8 +116,10 @@ class Rfa(Identity):
         self.scale = nn.Parameter(torch.ones(heads, d))
 
     def forward(self, x: Tensor) -> Tensor:
-        unit = F.normalize(x, dim=-1).unflatten(2, (self.scale.shape[0], -1)) * self.scale[:, None]
-        angles = unit.flatten(2, 3) @ self.directions.to(x.dtype).mT
+        with torch.autocast(x.device.type, enabled=False):
+            x = _exact(x)
+            unit = F.normalize(x, dim=-1).unflatten(2, (self.scale.shape[0], -1)) * self.scale[:, None].to(x.dtype)
+            angles = unit.flatten(2, 3) @ self.directions.to(x.dtype).mT
         return torch.cat([angles.sin(), angles.cos()], dim=-1) * self.directions.shape[0] ** -0.5
 
     def draw(self, generator: torch.Generator) -> None:
