@@ -138,6 +138,7 @@ def main() -> None:
         "operations": {rule: operation(rule, options.repeats) for rule in options.rules.split(",")},
         "decoding": decoding(options.decode_tokens),
     }
+    result["targets reached"] = targets(result)
     write_result(options.out, result)
     show(json.loads(json.dumps(result)))
 
@@ -151,6 +152,18 @@ def operation(rule: str, repeats: int) -> dict[str, Any]:
         "seconds": times(rule, repeats),
         "peak bytes": {way: peak_bytes(way, rule) for way in ("chunked", "split loop")},
     }
+
+
+def targets(result: dict[str, Any]) -> dict[str, bool]:
+    """What these operations were meant to reach."""
+    short, long = result["decoding"]["seconds a token"].values()
+    reached = {"decoding at 16k at most 1.1 times 1k": long / short <= 1.1}
+    for rule, row in result["operations"].items():
+        if "seconds" in row:
+            seconds, held = row["seconds"], row["peak bytes"]
+            reached[f"{rule} at least 15 times faster than rules.loop"] = seconds["loop"] / seconds["chunked"] >= 15
+            reached[f"{rule} at least 8 times below the loop's memory"] = held["split loop"] / held["chunked"] >= 8
+    return reached
 
 
 def show(result: dict[str, Any]) -> None:
@@ -182,12 +195,14 @@ def show(result: dict[str, Any]) -> None:
             f"{split / chunk:.1f}",
             *(f"{size / 1e6:.0f} MB" for size in (here, loops, row["states"])),
         )
+    missed = [target for target, reached in result["targets reached"].items() if not reached]
     seconds, sizes = result["decoding"]["seconds a token"].values(), result["decoding"]["state bytes"].values()
     short, long = seconds
     Console(width=120).print(
         table,
         f"decoding after {DECODE_LENGTHS[0]} and {DECODE_LENGTHS[1]} tokens: {1e3 * short:.2f} and {1e3 * long:.2f} ms "
         f"a token, ratio {long / short:.3f}; state {' and '.join(map(str, sizes))} bytes",
+        f"targets missed: {', '.join(missed) or 'none'}",
     )
 
 

@@ -428,3 +428,30 @@ def test_an_interrupt_leaves_nothing(out: Path) -> None:
         (folder / "half").touch()
         raise KeyboardInterrupt
     assert_nothing_left(out)
+
+
+def test_the_current_folder_and_folders_that_are_no_models_are_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = save_model(tmp_path / "base")
+    home = tmp_path / "home"
+    (home / "inner").mkdir(parents=True)
+    (home / "notes.txt").write_text("mine")
+    monkeypatch.chdir(home / "inner")
+    for target in (".", "..", str(home)):
+        assert "is the folder you are in" in error_of("convert", base, "-o", target, "--overwrite", "--m", 4)
+    monkeypatch.chdir(tmp_path)
+    assert "is not a saved model" in error_of("convert", base, "-o", home, "--overwrite", "--m", 4)
+    assert (home / "notes.txt").read_text() == "mine"
+
+
+def test_settings_that_would_be_ignored_are_refused() -> None:
+    for settings, reason in (
+        (dict(rule=None), "rule=None is not known"),
+        (dict(state_heads=None), "state_heads=None is not known"),
+        (dict(rule="local", output_norm=True), "takes no output_norm"),
+        (dict(rule="local", rotary="drop"), "keeps rotary"),
+        (dict(layers=5), "layers must be layer numbers"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            FastWeightsConfig(**settings)

@@ -1,4 +1,4 @@
-"""What the operations keep for the backward pass: inputs, running products and chunk boundaries, never T*d*m."""
+"""What the operations keep for the backward pass: inputs and chunk boundaries, never T*d*m."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from fastweights.rules import RULES
 B, T, H, d, m = 2, 512, 2, 64, 32
 BYTES = 4
 EVERY_STATE = B * H * T * d * m * BYTES
-# What each rule keeps besides its inputs and the boundary states, in units of T*(d+m): gated its keys times 1 - g,
-# decay the running products of its gates.
-KEPT = {"add": 0.0, "delta": 0.0, "gated": 0.5, "decay": 1.1}
+# What each rule keeps besides its inputs and the boundary states, in units of T*(d+m): gated its keys times 1 - g.
+KEPT = {"add": 0.0, "delta": 0.0, "gated": 0.5, "decay": 0.0}
 
 
 def saved_bytes(rule: str, length: int, backend: str) -> int:

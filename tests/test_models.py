@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from relative_error import assert_close
 from tiny import CONFIGS, config_of, pretrained, tokens
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -196,3 +197,27 @@ def test_convert_is_a_function_however_it_is_imported() -> None:
     from fastweights.convert import save
 
     assert callable(convert) and callable(fw.convert) and callable(save)
+
+
+def test_an_odd_rotary_width_rotates_as_gpt_neox_does() -> None:
+    sizes = dict(num_hidden_layers=1, hidden_size=24, num_attention_heads=2, intermediate_size=32, vocab_size=61)
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+    torch.manual_seed(0)
+    base = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**sizes, rope_parameters=rope)).eval()
+    for parameter in base.parameters():
+        parameter.data = torch.randn_like(parameter) * 0.3
+    with torch.no_grad():
+        expected = base(tokens(1, 12)).logits
+        found = fw.convert(base, fw.FastWeightsConfig(rule="local", window=12))(tokens(1, 12)).logits
+    assert_close("logits", found, expected, 1e-5)
+
+
+@pytest.mark.parametrize("feature_map", ["favor+", "rfa"])
+def test_random_features_ignore_autocast(feature_map: str) -> None:
+    model = converted(rule="gated", m=8, feature_map=feature_map)
+    features = model.model.layers[0].self_attn.rule.feature_map
+    x = torch.randn(1, 5, 4, 8, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = features(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(features(x), expected)

@@ -52,6 +52,12 @@ def _result(name: str) -> Any:
     return json.loads((ROOT / "results" / f"{name}.json").read_text())
 
 
+def _written(perplexity: float) -> str:
+    if perplexity > 1e6:
+        return f"{perplexity / 1e6:.1f} million"
+    return f"{perplexity:,.0f}" if perplexity > 100 else f"{perplexity:.1f}"
+
+
 def test_figures_are_those_of_the_result_files() -> None:
     readme = (ROOT / "README.md").read_text()
     for rule, row in _result("cpu")["operations"].items():
@@ -67,10 +73,13 @@ def test_figures_are_those_of_the_result_files() -> None:
     described = _result("smollm2_convert")["description"]
     for number in (described["parameters"], described["parameters"] - described["base_parameters"]):
         assert f"{number:,}" in readme
+    swapped = _result("after_swap")["perplexity"]
+    assert f"from {swapped['base']:.1f} to {swapped['decay m 32, uniform gates'] / 1e6:.1f} million" in readme
+    assert f"to {swapped['decay m 32, uniform gates, window 32']:.0f} with `--window 32`" in readme
     experiments = (ROOT / "docs/experiments.md").read_text()
     for name, run in _result("window_mix")["runs"].items():
-        last = run["after 999424 tokens"]
-        assert (f"{last / 1e6:.1f} million" if last > 1e6 else f"{last:.1f}") in experiments, name
+        for after in ("after swap", "after 245760 tokens", "after 491520 tokens", "after 999424 tokens"):
+            assert re.search(rf"\| \**{_written(run[after])}\** \|", experiments), (name, after)
 
 
 def test_links_lead_somewhere() -> None:
