@@ -25,7 +25,7 @@ bench: .venv/.installed
 	touch $@
 
 .venv/.installed: .venv/.created $(PROJECT)
-	$(BIN)/python -m pip install -q -c constraints.txt -e .
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[gguf,peft]'
 	touch $@
 
 .venv/.installed-test: .venv/.created $(PROJECT)

@@ -45,6 +45,10 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(_PUBLIC[name]), name)
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 class _Package(ModuleType):
     def __setattr__(self, name: str, value: Any) -> None:
         """`fastweights.convert` is a module and a function; the name belongs to the function."""

@@ -135,7 +135,10 @@ def convert(
     from fastweights.convert import load, load_tokenizer, new_folder
     from fastweights.describe import describe
 
-    with new_folder(output, overwrite) as folder, Console(stderr=True).status(f"loading {escape(model)}") as status:
+    with (
+        new_folder(output, overwrite, source=model) as folder,
+        Console(stderr=True).status(f"loading {escape(model)}") as status,
+    ):
         pretrained, tokenizer = load(model, dtype=dtype), load_tokenizer(model)
         status.update("converting")
         converted = converter(pretrained, config)
@@ -228,7 +231,8 @@ def quickstart(
     logging.disable_progress_bar()
     console = Console()
     run(output, console)
-    console.print(f"next: fastweights info {output / 'decay'}, or convert your own model: fastweights convert --help")
+    program = sys.argv[0] if Path(sys.argv[0]).name == "fastweights" else "fastweights"
+    console.print(f"next: {program} info {output / 'decay'}", f"or: {program} convert --help", sep="\n")
 
 
 def _sampling(temperature: float | None, top_k: int | None, top_p: float | None, seed: int | None) -> dict[str, Any]:
@@ -260,7 +264,8 @@ def _load_with_tokenizer(folder: Path, dtype: str, device: str) -> tuple[Any, An
 
     logging.disable_progress_bar()
     if not folder.is_dir():
-        raise ValueError(f"no folder at {folder}: give the folder of a saved model")
+        hint = "that is a file, convert it first" if folder.is_file() else "give the folder of a saved model"
+        raise ValueError(f"no folder at {folder}: {hint}")
     tokenizer = load_tokenizer(folder)
     if tokenizer is None:
         raise ValueError(f"{folder} has no tokenizer: save the model's there with tokenizer.save_pretrained")

@@ -24,6 +24,10 @@ from fastweights.models import CLASSES, CheckpointError, FastWeightsMixin, check
 def convert(model: Any, config: FastWeightsConfig | None = None) -> Any:
     """Replace a pretrained model's attention, in place, by fast weights; the same object comes back."""
     config = FastWeightsConfig() if config is None else config
+    if isinstance(model, str | os.PathLike):
+        raise ConfigError(
+            f"convert takes a model, found the name {str(model)!r}: load it first, fw.load({str(model)!r})"
+        )
     if isinstance(model, FastWeightsMixin):
         raise ConfigError(f"this {type(model).__name__} is already converted: start from the pretrained model")
     family = family_of(model)
@@ -166,16 +170,22 @@ def _damaged(folder: str) -> str:
 
 
 @contextmanager
-def new_folder(target: str | os.PathLike, overwrite: bool = False) -> Iterator[Path]:
-    """A temporary folder beside `target` that takes its place when all went well; otherwise nothing stays behind."""
+def new_folder(
+    target: str | os.PathLike, overwrite: bool = False, source: str | os.PathLike | None = None
+) -> Iterator[Path]:
+    """A temporary folder beside `target` that takes its place when all went well; otherwise nothing stays behind.
+    `source`, what is read meanwhile, must not be replaced."""
     target = Path(target).resolve()
     _check_target(target, overwrite)
+    if source is not None and target in (Path(source).resolve(), *Path(source).resolve().parents):
+        raise CheckpointError(f"{target} is, or holds, the model to convert: choose another output folder")
     made: list[Path] = []
     try:
         for parent in reversed([p for p in target.parents if not p.exists()]):
             parent.mkdir()
             made.append(parent)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        _remove_leftovers(target)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.{os.getpid()}.", suffix=".tmp", dir=target.parent))
     except OSError as error:
         _remove(made)
         raise CheckpointError(f"cannot write to {target}: {error.strerror}; choose another output folder") from error
@@ -220,6 +230,14 @@ def _put_in_place(temporary: Path, target: Path) -> None:
         old.rename(target)
         raise
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _remove_leftovers(target: Path) -> None:
+    """What a killed process left behind: its number is in the folder's name."""
+    for folder in target.parent.glob(f".{target.name}.*.tmp*"):
+        process = folder.name.removeprefix(f".{target.name}.").split(".")[0]
+        if process.isdigit() and not Path(f"/proc/{process}").exists() and Path("/proc/self").exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove(folders: list[Path]) -> None:

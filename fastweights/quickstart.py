@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.filesize import decimal
+from rich.progress import track
 from rich.table import Column, Table
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
@@ -51,7 +52,9 @@ def run(folder: Path, console: Console) -> dict[int, dict[str, dict[str, float]]
     for name, model in (("attention", base), ("decay", converted)):
         console.print(f"   {name:9}", repr(sample(model, tokenizer)), markup=False, highlight=False)
     console.print("[bold]4.[/] one more token after a text of this many:")
-    measured = {length: {"attention": measure(base, length), "decay": measure(converted, length)} for length in LENGTHS}
+    measured = {}
+    for length in track(LENGTHS, "   measuring", console=console, transient=True):
+        measured[length] = {"attention": measure(base, length), "decay": measure(converted, length)}
     console.print(table(measured))
     what = "median seconds of one token after a text, and bytes kept of it, on a GPT-2 with random weights"
     write_result(folder / "result.json", {"what": what, "seed": 0, "tokens": TIMED_TOKENS, "measured": measured})
