@@ -430,21 +430,6 @@ def test_an_interrupt_leaves_nothing(out: Path) -> None:
     assert_nothing_left(out)
 
 
-def test_the_current_folder_and_folders_that_are_no_models_are_not_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    base = save_model(tmp_path / "base")
-    home = tmp_path / "home"
-    (home / "inner").mkdir(parents=True)
-    (home / "notes.txt").write_text("mine")
-    monkeypatch.chdir(home / "inner")
-    for target in (".", "..", str(home)):
-        assert "is the folder you are in" in error_of("convert", base, "-o", target, "--overwrite", "--m", 4)
-    monkeypatch.chdir(tmp_path)
-    assert "is not a saved model" in error_of("convert", base, "-o", home, "--overwrite", "--m", 4)
-    assert (home / "notes.txt").read_text() == "mine"
-
-
 def test_settings_that_would_be_ignored_are_refused() -> None:
     for settings, reason in (
         (dict(rule=None), "rule=None is not known"),
@@ -455,24 +440,6 @@ def test_settings_that_would_be_ignored_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=reason):
             FastWeightsConfig(**settings)
-
-
-def test_the_model_to_convert_is_not_replaced(tmp_path: Path) -> None:
-    base = save_model(tmp_path / "models" / "base")
-    (tmp_path / "models" / "config.json").write_text("{}")
-    for target in (base, base.parent):
-        assert "the model to convert" in error_of("convert", base, "-o", target, "--overwrite", "--m", 4)
-    assert (base / "model.safetensors").is_file()
-
-
-def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
-    base = save_model(tmp_path / "base")
-    ended = subprocess.Popen([sys.executable, "-c", "pass"])
-    ended.wait()
-    leftover = tmp_path / f".out.{ended.pid}.abc.tmp"
-    leftover.mkdir()
-    succeed("convert", base, "-o", tmp_path / "out", "--m", 4)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "out"]
 
 
 def test_convert_takes_a_model_not_a_name() -> None:
