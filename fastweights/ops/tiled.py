@@ -22,6 +22,7 @@ from fastweights.rules.base import MIN_GATE_LOGIT
 
 CHUNK = 64
 # Running products referenced to the middle of 16 tokens stay within e^80 even at the gates' floor, sigmoid(-10).
+# Without gates there are none, and a tile is the whole chunk.
 TILE = 16
 TILE_MIDDLE = TILE // 2 - 1
 
@@ -55,7 +56,7 @@ def forward(state: Tensor, inputs: list[Tensor], pad: Tensor | None, reset: Tens
     q, k, v = _scale(tiles)
     states, end = _scan(state, *_transition(tiles, k, v))
     inner = _scores(q, k, tiles.segment) @ v
-    inner += _first_segment(_outward(q, tiles.f), tiles.segment) @ states[:, :, :-1].mT * _middle(tiles.z)
+    inner += _outward(_first_segment(_outward(q, tiles.f), tiles.segment) @ states[:, :, :-1].mT, tiles.z)
     own = (tiles.q * tiles.k).sum(-1, keepdim=True) * tiles.v
     return _untile(own.add_(_times(inner, tiles.z)), inputs[0], pad), end
 
@@ -71,12 +72,12 @@ def backward(
     """Gradients of the chunk's start state and of its inputs, from those of its output and end state."""
     tiles = _prepare(inputs, pad, reset)
     segment = tiles.segment
-    dy = _tiles(dy if pad is None else dy.masked_fill(pad[..., None], 0))
+    dy = _tiles(dy if pad is None else dy.masked_fill(pad[..., None], 0), tiles.q.shape[-2])
     q, k, v = _scale(tiles)
     kept, written = _transition(tiles, k, v)
     states, _ = _scan(state, kept, written)
     dinner = _times(dy, tiles.z)
-    reader, dread = _first_segment(_outward(q, tiles.f), segment), dinner * _middle(tiles.z)
+    reader, dread = _first_segment(_outward(q, tiles.f), segment), _outward(dinner, tiles.z)
     dstarts, dends = _scan_back(dstate, kept, dread.mT @ reader)
 
     scores, dscores = _scores(q, k, segment), _scores(dinner, v, segment)
@@ -112,8 +113,9 @@ def _prepare(inputs: list[Tensor], pad: Tensor | None, reset: Tensor | None) -> 
     if pad is not None:
         k = k.masked_fill(pad[..., None], 0)
     f, z = [*(_running_products(logit, pad, reset) for logit in logits), None, None][:2]
-    segment = None if reset is None else _tiles(reset[..., None].long())[..., 0].cumsum(-1)
-    return Tiles(_tiles(q), _tiles(k), _tiles(v), f, z, segment)
+    tile = TILE if logits else min(CHUNK, q.shape[2])
+    segment = None if reset is None else _tiles(reset[..., None].long(), tile)[..., 0].cumsum(-1)
+    return Tiles(_tiles(q, tile), _tiles(k, tile), _tiles(v, tile), f, z, segment)
 
 
 def _running_products(logit: Tensor, pad: Tensor | None, reset: Tensor | None) -> Gate:
@@ -122,15 +124,15 @@ def _running_products(logit: Tensor, pad: Tensor | None, reset: Tensor | None) -
     for quiet in (pad, reset):
         if quiet is not None:
             log_gate = log_gate.masked_fill(quiet[..., None], 0)
-    total = _tiles(log_gate).cumsum(-2)
+    total = _tiles(log_gate, TILE).cumsum(-2)
     middle = total[..., TILE_MIDDLE, None, :]
     return Gate((total - middle).exp_(), middle.exp())
 
 
-def _tiles(x: Tensor) -> Tensor:
-    """[B,H,C,.] -> [B,H,N,TILE,.]; what is added at the end is zero: no key, and a log gate of 0."""
-    missing = -x.shape[2] % TILE
-    return (F.pad(x, (0, 0, 0, missing)) if missing else x).unflatten(2, (-1, TILE))
+def _tiles(x: Tensor, tile: int) -> Tensor:
+    """[B,H,C,.] -> [B,H,N,tile,.]; what is added at the end is zero: no key, and a log gate of 0."""
+    missing = -x.shape[2] % tile
+    return (F.pad(x, (0, 0, 0, missing)) if missing else x).unflatten(2, (-1, tile))
 
 
 def _untile(x: Tensor, like: Tensor, pad: Tensor | None = None) -> Tensor:
@@ -144,10 +146,6 @@ def _times(x: Tensor, gate: Gate | None) -> Tensor:
 
 def _over(x: Tensor, gate: Gate | None) -> Tensor:
     return x if gate is None else x / gate.running
-
-
-def _middle(gate: Gate | None) -> Tensor | float:
-    return 1.0 if gate is None else gate.middle
 
 
 def _outward(x: Tensor, gate: Gate | None) -> Tensor:
