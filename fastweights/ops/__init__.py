@@ -40,19 +40,66 @@ def use_backend(name: str) -> Iterator[None]:
         _override.pop()
 
 
-def add(q, k, v, state=None, *, normalize=False, mask=None, reset=None, backend="auto"):
+def add(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor | None = None,
+    *,
+    normalize: bool = False,
+    mask: Tensor | None = None,
+    reset: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """S += v k^T, y = S q."""
     return apply("add", q, k, v, (), state, normalize, mask, reset, backend)
 
 
-def gated(q, k, v, g_logit, state=None, *, normalize=False, mask=None, reset=None, backend="auto"):
+def gated(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g_logit: Tensor,
+    state: Tensor | None = None,
+    *,
+    normalize: bool = False,
+    mask: Tensor | None = None,
+    reset: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """S = g S + (1 - g) v k^T, y = S q."""
     return apply("gated", q, k, v, (g_logit,), state, normalize, mask, reset, backend)
 
 
-def delta(q, k, v, g_logit, state=None, *, normalize=False, mask=None, reset=None, backend="auto"):
+def delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g_logit: Tensor,
+    state: Tensor | None = None,
+    *,
+    normalize: bool = False,
+    mask: Tensor | None = None,
+    reset: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """S += g (v - S k) k^T, y = S q. Keys should be normalised: see rules/README.md."""
     return apply("delta", q, k, v, (g_logit,), state, normalize, mask, reset, backend)
 
 
-def decay(q, k, v, f_logit, z_logit, state=None, *, mask=None, reset=None, backend="auto"):
+def decay(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    f_logit: Tensor,
+    z_logit: Tensor,
+    state: Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    reset: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """S = (z f^T) * S + v k^T, y = S q."""
     return apply("decay", q, k, v, (f_logit, z_logit), state, False, mask, reset, backend)
 
 
