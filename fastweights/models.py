@@ -148,8 +148,7 @@ class FastWeightsMixin(_Base):
         if not self._is_hybrid:
             return torch.empty(tokens.shape[0], 1, length, 0, dtype=torch.bool, device=tokens.device)
         if reset is not None and not self.family.masks_documents:
-            embeds = torch.empty(*tokens.shape[:2], 0, dtype=self.dtype, device=tokens.device)
-            return create_causal_mask(self.config, embeds, None, None, position_ids=inputs["position_ids"])
+            return document_mask(self, inputs["position_ids"])
         if mask is not None and cache is not None and mask.shape[1] != int(cache.get_seq_length()) + length:
             raise ValueError(
                 f"attention_mask covers {mask.shape[1]} tokens, but the layers kept as attention have seen "
@@ -221,14 +220,24 @@ def _token_mask(attention_mask: Tensor | None, batch: int, length: int, cache: C
     return mask
 
 
+def document_mask(model: Any, position_ids: Tensor) -> Any:
+    """The mask that keeps each document's attention to itself, for families that do not see it in position_ids."""
+    embeds = torch.empty(*position_ids.shape, 0, dtype=model.dtype, device=position_ids.device)
+    return create_causal_mask(model.config, embeds, None, None, position_ids=position_ids)
+
+
+def document_starts(position_ids: Tensor) -> Tensor:
+    """Where position_ids [B,T] start again, a new document begins."""
+    return nn.functional.pad(position_ids[:, 1:] != position_ids[:, :-1] + 1, (1, 0))
+
+
 def _document_starts(inputs: dict[str, Any], batch: int) -> Tensor | None:
-    """Where position_ids start again, a new document begins (transformers' own convention for packed documents, which
-    have no mask and no past)."""
+    """transformers' own convention for packed documents, which have no mask and no past."""
     positions, cache = inputs.get("position_ids"), inputs.get("past_key_values")
     started = cache is not None and cache.batch_size > 0
     if positions is None or inputs.get("attention_mask") is not None or started or positions.shape[1] == 1:
         return None
-    reset = nn.functional.pad(positions[:, 1:] != positions[:, :-1] + 1, (1, 0))
+    reset = document_starts(positions)
     if not torch.compiler.is_compiling() and not bool(reset.any()):
         return None
     return reset.expand(batch, -1)

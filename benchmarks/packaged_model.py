@@ -1,0 +1,118 @@
+"""Make the model that is packaged for the quickstart: a tokenizer and a small GPT-2 from scratch, on public-domain books.
+
+    python benchmarks/packaged_model.py BOOKS --work FOLDER [--size small] [--export fastweights/packaged]
+
+BOOKS is a text (.xz) with a line <|endoftext|> between books. Some books are held out; they are packaged, too, to
+recover and to measure the converted model on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import lzma
+import shutil
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+from fastweights.convert import load, load_tokenizer, save
+from fastweights.recipe import change, load_recipe
+from fastweights.train import Task, resume, train
+
+BORDER = "<|endoftext|>\n"
+# First words of the books that the model never sees: for recovering a converted model, and for measuring.
+RECOVERY = (
+    "# Pride and Prejudice",
+    "# Great Expectations",
+    "# Treasure Island",
+    "# The Adventures of Sherlock Holmes",
+    "# Wuthering Heights",
+    "# The Picture of Dorian Gray",
+    "# The War of the Worlds",
+    "# The Call of the Wild",
+)
+VALIDATION = ("# A Room with a View", "# The Invisible Man")
+VOCABULARY, POSITIONS = 2048, 512
+SIZES = {"small": dict(n_layer=4, n_head=4, n_embd=128), "large": dict(n_layer=5, n_head=6, n_embd=192)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("books", type=Path)
+    parser.add_argument("--work", type=Path, required=True, help="folder for the split text, the start and the run")
+    parser.add_argument("--size", choices=SIZES, default="large")
+    parser.add_argument("--tokens", type=int, help="train on this many instead of the recipe's")
+    parser.add_argument("--export", type=Path, help="folder to write the finished model and its text to")
+    options = parser.parse_args()
+    split_books(options.books, options.work)
+    start, run = options.work / f"start-{options.size}", options.work / f"run-{options.size}"
+    if not start.exists():
+        save(new_model(options.size), start, tokenizer(options.work / "train.txt"))
+    recipe = load_recipe("packaged")
+    recipe = change(recipe, {"finetune.tokens": options.tokens} if options.tokens else {})
+    text = {"data": str(options.work / "train.txt"), "validation": str(options.work / "validation.txt.xz")}
+    if (run / "run.json").is_file():
+        resume(run)
+    else:
+        train(Task(str(start), recipe=recipe, **text), run)
+    if options.export:
+        export(run / "best", options.work, options.export)
+
+
+def split_books(books: Path, work: Path) -> None:
+    """train.txt, and the held-out books compressed."""
+    work.mkdir(parents=True, exist_ok=True)
+    if (work / "validation.txt.xz").is_file():
+        return
+    texts = [book for book in lzma.open(books, "rt", encoding="utf-8").read().split(BORDER) if book.strip()]
+    parts = {
+        "recovery.txt.xz": [pick(texts, title) for title in RECOVERY],
+        "validation.txt.xz": [pick(texts, title) for title in VALIDATION],
+    }
+    held_out = {book for part in parts.values() for book in part}
+    (work / "train.txt").write_text(BORDER.join(book for book in texts if book not in held_out), encoding="utf-8")
+    for name, part in parts.items():
+        (work / name).write_bytes(lzma.compress(BORDER.join(part).encode(), preset=9 | lzma.PRESET_EXTREME))
+
+
+def pick(books: list[str], title: str) -> str:
+    return next(book for book in books if book.startswith(title))
+
+
+def tokenizer(text: Path) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of our own."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[BORDER.strip()],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    with text.open(encoding="utf-8") as file:
+        bpe.train_from_iterator((line for line in file if line != BORDER), trainer)
+    end = BORDER.strip()
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=end, eos_token=end, model_max_length=POSITIONS)
+
+
+def new_model(size: str) -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    no_dropout = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    special = dict(bos_token_id=0, eos_token_id=0)
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCABULARY, n_positions=POSITIONS, **SIZES[size], **no_dropout, **special)
+    )
+
+
+def export(checkpoint: Path, work: Path, folder: Path) -> None:
+    """Half precision: perplexity is the same to four digits, the file half as large."""
+    save(load(checkpoint, dtype=torch.float16), folder, load_tokenizer(checkpoint), overwrite=True)
+    for name in ("recovery.txt.xz", "validation.txt.xz"):
+        shutil.copyfile(work / name, folder / name)
+
+
+if __name__ == "__main__":
+    main()

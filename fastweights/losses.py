@@ -1,0 +1,192 @@
+"""What training minimises. Each loss is a sum over this process's rows, so that rows may be split over micro-batches
+and processes in any way; the caller divides by the count of the whole batch.
+
+Shapes: input_ids, position_ids, labels [B,T]   logits [B,T,V]   x, attention outputs [B,T,D]   y [B,T,H*d]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from fastweights.families import family_of
+from fastweights.layer import FastWeightsAttention, SequenceInfo
+from fastweights.models import FastWeightsMixin, document_mask, document_starts
+from fastweights.recipe import Stage
+
+Batch = dict[str, Tensor]
+# Ridge of the least-squares fit, as a share of the diagonal.
+RIDGE = 1e-4
+
+
+class Heard(NamedTuple):
+    """One call of a teacher's attention: what went in, and what came out."""
+
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    output: Tensor
+
+
+def converted_layers(model: Any) -> dict[int, FastWeightsAttention]:
+    """The fast-weight layers of a model by number."""
+    layers = {}
+    for module in model.modules():
+        if isinstance(module, FastWeightsAttention):
+            layers[module.layer_idx] = module
+    return layers
+
+
+def logits_of(model: Any, batch: Batch) -> Tensor:
+    """Next-token logits with documents kept apart. Without a border in the batch no positions are given: attention
+    then needs no mask."""
+    inputs: dict[str, Any] = {"input_ids": batch["input_ids"], "use_cache": False}
+    if bool(document_starts(batch["position_ids"]).any()):
+        inputs["position_ids"] = batch["position_ids"]
+        if not isinstance(model, FastWeightsMixin) and not family_of(model).masks_documents:
+            inputs["attention_mask"] = document_mask(model, batch["position_ids"])
+    return model(**inputs).logits
+
+
+def next_token_logits(model: Any, batch: Batch) -> Tensor:
+    return logits_of(model, batch)[:, :-1].float()
+
+
+class Trainee(nn.Module):
+    """A student with the loss of one stage. The teacher is no part of it: it is neither trained, sharded nor saved."""
+
+    def __init__(self, student: Any, teacher: Any, stage: Stage, recompute: bool = False) -> None:
+        super().__init__()
+        self.student = student
+        self.stage, self.recompute = stage, recompute
+        self._teacher = [teacher]
+
+    @property
+    def teacher(self) -> Any:
+        return self._teacher[0]
+
+    def forward(self, batch: Batch, score: bool = False) -> Tensor:
+        """The stage's loss; with `score` the cross-entropy, whatever the stage (sharded models must be called as a
+        whole)."""
+        if self.stage.loss == "transfer" and not score:
+            return self._transfer(batch)
+        logits, targets = next_token_logits(self.student, batch), batch["labels"][:, 1:]
+        cross_entropy = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        if self.stage.loss == "finetune" or score:
+            return cross_entropy
+        with torch.no_grad():
+            wanted = next_token_logits(self.teacher, batch)
+        loss = _divergence(logits, wanted, targets != -100, self.stage.temperature)
+        return loss + self.stage.cross_entropy * cross_entropy if self.stage.cross_entropy else loss
+
+    def _transfer(self, batch: Batch) -> Tensor:
+        """Each layer's squared error against the teacher's attention, in shares of each row's own size."""
+        layers = converted_layers(self.student)
+        heard = listen(self.teacher, batch)
+        loss = torch.zeros((), device=batch["input_ids"].device)
+        for index, layer in layers.items():
+            found = answer(layer, heard[index], batch, self.recompute).float()
+            wanted = heard[index].output.float()
+            error = (found - wanted).square().sum((1, 2)) / wanted.square().sum((1, 2)).clamp(min=1e-12)
+            loss = loss + error.sum() / len(layers)
+        return loss
+
+
+def _divergence(found: Tensor, wanted: Tensor, counted: Tensor, temperature: float) -> Tensor:
+    """Sum of KL(teacher || student) over the counted tokens; its gradient is scaled as if the temperature were 1."""
+    found, wanted = (logits[counted] / temperature for logits in (found, wanted))
+    divergence = F.kl_div(found.log_softmax(-1), wanted.log_softmax(-1), reduction="sum", log_target=True)
+    return divergence * temperature**2
+
+
+@torch.no_grad()
+def listen(teacher: Any, batch: Batch) -> dict[int, Heard]:
+    """Run the teacher and note what each attention layer was given and answered."""
+    family = family_of(teacher)
+    heard: dict[int, Heard] = {}
+
+    def note(index: int) -> Any:
+        def hook(_module: nn.Module, arguments: Any, keywords: Any, output: Any) -> None:
+            heard[index] = Heard(arguments, keywords, output[0])
+
+        return hook
+
+    hooks = [
+        family.attention_of(block).register_forward_hook(note(index), with_kwargs=True)
+        for index, block in enumerate(family.blocks(teacher))
+    ]
+    try:
+        logits_of(teacher, batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return heard
+
+
+def answer(layer: FastWeightsAttention, heard: Heard, batch: Batch, recompute: bool = False) -> Tensor:
+    """What a fast-weight layer makes of the input that the teacher's layer was given."""
+    starts = document_starts(batch["position_ids"])
+    info = SequenceInfo(None, starts if bool(starts.any()) else None)
+
+    def run(*arguments: Any) -> Tensor:
+        return layer(*arguments, **heard.keywords | {"fast_weights": info})[0]
+
+    if recompute:
+        return checkpoint(run, *heard.arguments, use_reentrant=False)
+    return run(*heard.arguments)
+
+
+@torch.no_grad()
+def fit_outputs(student: Any, teacher: Any, batch: Batch, kind: str) -> None:
+    """Set each new layer's output projection by least squares to what the teacher's attention answers: all of it
+    (full), or one scale for each head. Right after the swap a rule's output is many times larger than attention's."""
+    heard = listen(teacher, batch)
+    for index, layer in converted_layers(student).items():
+        with _inputs_of(layer.o_proj) as seen:
+            answer(layer, heard[index], batch)
+        wanted = heard[index].output.flatten(0, 1).double()
+        y = seen[0].flatten(0, 1).double()
+        (_fit_scales if kind == "scale" else _fit_projection)(layer, y, wanted)
+
+
+@contextmanager
+def _inputs_of(linear: nn.Module) -> Iterator[list[Tensor]]:
+    seen: list[Tensor] = []
+    hook = linear.register_forward_pre_hook(lambda _module, arguments: seen.append(arguments[0]))
+    try:
+        yield seen
+    finally:
+        hook.remove()
+
+
+def _fit_projection(layer: FastWeightsAttention, y: Tensor, wanted: Tensor) -> None:
+    if layer.o_proj.bias is not None:
+        y = F.pad(y, (0, 1), value=1.0)
+    solution = _least_squares(y.mT @ y, y.mT @ wanted)
+    if layer.o_proj.bias is not None:
+        layer.o_proj.bias.copy_(solution[-1])
+        solution = solution[:-1]
+    layer.o_proj.weight.copy_(solution.mT)
+
+
+def _fit_scales(layer: FastWeightsAttention, y: Tensor, wanted: Tensor) -> None:
+    heads, weight = layer.shape.heads, layer.o_proj.weight.double()
+    bias = 0 if layer.o_proj.bias is None else layer.o_proj.bias.double()
+    by_head = torch.stack(
+        [a @ b.mT for a, b in zip(y.chunk(heads, 1), weight.chunk(heads, 1), strict=True)], dim=-1
+    ).flatten(0, 1)
+    scales = _least_squares(by_head.mT @ by_head, by_head.mT @ (wanted - bias).flatten())
+    layer.o_proj.weight.mul_(scales.repeat_interleave(layer.shape.head_dim).to(layer.o_proj.weight))
+
+
+def _least_squares(gram: Tensor, wanted: Tensor) -> Tensor:
+    """Solve with a little ridge, every unknown measured in units of its own column."""
+    size = gram.diagonal().sqrt().clamp(min=1e-12)
+    eye = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    unit = size if wanted.ndim == 1 else size[:, None]
+    return torch.linalg.solve(gram / size[:, None] / size + RIDGE * eye, wanted / unit) / unit

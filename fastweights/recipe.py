@@ -1,0 +1,261 @@
+"""Recipes: how a model is trained, as data. A YAML file says what differs from the defaults here; each field is
+documented once, and the command line's help texts are taken from these descriptions."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import yaml
+
+LOSSES = ("finetune", "transfer", "distill")
+PRECISIONS = ("auto", "float32", "bfloat16")
+FITS = ("none", "scale", "full")
+
+
+class RecipeError(ValueError):
+    """A recipe that says something undefined, with where and why."""
+
+
+def _setting(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
+    return field(default=default, metadata={"help": help, "choices": choices})
+
+
+def _check_names(kind: Any, values: dict[str, Any], where: str) -> None:
+    known = [f.name for f in fields(kind)]
+    unknown = [f"{where}{name}" for name in values if name not in known]
+    if unknown:
+        raise RecipeError(f"unknown setting {', '.join(unknown)}; known are {', '.join(known)}")
+
+
+def _check(settings: Any, skip: tuple[str, ...] = ()) -> None:
+    """Each value is of its field's type (a whole number will do for a float) and one of its choices."""
+    hints = get_type_hints(type(settings))
+    for f in fields(settings):
+        if f.name in skip:
+            continue
+        value = getattr(settings, f.name)
+        if f.metadata["choices"] and value not in f.metadata["choices"]:
+            raise RecipeError(f"{f.name}={value!r} is not known; choose one of {', '.join(f.metadata['choices'])}")
+        kinds = getattr(hints[f.name], "__args__", (hints[f.name],))
+        fits = isinstance(value, kinds) or (float in kinds and isinstance(value, int))
+        if not fits or (isinstance(value, bool) and bool not in kinds):
+            raise RecipeError(f"{f.name} must be {_words(kinds)}, found {value!r}")
+
+
+def _words(kinds: tuple) -> str:
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", type(None): "empty"}
+    return " or ".join(names[kind] for kind in kinds)
+
+
+def _check_range(settings: Any, name: str, smallest: float, largest: float | None) -> None:
+    value = getattr(settings, name)
+    if value is None:
+        return
+    if value < smallest or (largest is not None and value > largest):
+        limits = f"at least {smallest}" if largest is None else f"between {smallest} and {largest}"
+        raise RecipeError(f"{name} must be {limits}, found {value!r}")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One loss, trained for a number of tokens."""
+
+    loss: str = _setting(
+        "finetune",
+        "finetune: cross-entropy; transfer: each new layer learns the teacher's attention output from the teacher's "
+        "input; distill: divergence from the teacher's next-token distribution.",
+        LOSSES,
+    )
+    tokens: int = _setting(1_000_000, "Tokens to train on.")
+    learning_rate: float = _setting(1e-3, "Highest learning rate of the new attention (of everything, where none is).")
+    body_learning_rate: float | None = _setting(
+        None, "Highest learning rate of the rest of the model, 0 to freeze it; by default as the new attention's."
+    )
+    warmup: float = _setting(0.05, "Share of the stage's steps in which the learning rate rises from 0.")
+    final: float = _setting(0.1, "Share of the highest learning rate that a cosine falls to; 1 keeps it constant.")
+    cross_entropy: float = _setting(0.0, "Weight of the cross-entropy beside the divergence when distilling.")
+    temperature: float = _setting(1.0, "Temperature of both distributions when distilling.")
+    fit: str = _setting(
+        "full",
+        "What transfer sets by least squares before its first step: the output projection (full), one scale for each "
+        "head (scale) or nothing.",
+        FITS,
+    )
+    length: int | None = _setting(None, "Tokens of a sequence in this stage; by default the recipe's.")
+    weight_decay: float = _setting(0.0, "Weight decay of matrices.")
+    beta1: float = _setting(0.9, "AdamW's first beta.")
+    beta2: float = _setting(0.95, "AdamW's second beta.")
+    clip: float = _setting(1.0, "Largest norm of the gradient.")
+
+    def __post_init__(self) -> None:
+        _check(self)
+        for name, smallest, largest in (
+            ("tokens", 1, None),
+            ("length", 2, None),
+            ("learning_rate", 0, None),
+            ("body_learning_rate", 0, None),
+            ("warmup", 0, 1),
+            ("final", 0, 1),
+            ("cross_entropy", 0, None),
+            ("weight_decay", 0, None),
+        ):
+            _check_range(self, name, smallest, largest)
+        for name in ("temperature", "clip"):
+            if getattr(self, name) <= 0:
+                raise RecipeError(f"{name} must be above 0, found {getattr(self, name)!r}")
+
+    @property
+    def needs_teacher(self) -> bool:
+        return self.loss != "finetune"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    stages: tuple[Stage, ...] = field(default=(Stage(),), metadata={"help": "The stages, in order.", "choices": ()})
+    length: int = _setting(512, "Tokens of a sequence.")
+    batch_tokens: int = _setting(16_384, "Tokens of a step, over all processes.")
+    micro_batch: int | None = _setting(
+        None, "Sequences that a process takes through the model at once; by default all it has of a step."
+    )
+    precision: str = _setting("auto", "Arithmetic of the model; auto is bfloat16 on a GPU, else float32.", PRECISIONS)
+    gradient_checkpointing: bool = _setting(False, "Recompute activations instead of keeping them: slower, smaller.")
+    dropout: bool = _setting(False, "Keep the model's own dropout while training.")
+    lora: int = _setting(
+        0, "Train low-rank updates of this rank on the projections, and the new parameters; 0 for all."
+    )
+    seed: int = _setting(0, "Seed of the order of the data and of dropout.")
+    validate_every: int = _setting(100, "Steps between validations.")
+    validation_tokens: int = _setting(65_536, "Tokens to validate on, at most.")
+    checkpoint_every: int = _setting(100, "Steps between checkpoints.")
+    diverged_above: float = _setting(1.0, "A run has diverged when its loss lies this far above its best, in nats …")
+    diverged_for: int = _setting(200, "… for this many steps on end.")
+
+    def __post_init__(self) -> None:
+        _check(self, skip=("stages",))
+        for name, smallest in (
+            ("length", 2),
+            ("batch_tokens", 2),
+            ("micro_batch", 1),
+            ("lora", 0),
+            ("seed", 0),
+            ("validate_every", 1),
+            ("validation_tokens", 2),
+            ("checkpoint_every", 1),
+            ("diverged_above", 0),
+            ("diverged_for", 1),
+        ):
+            _check_range(self, name, smallest, None)
+        if not self.stages:
+            raise RecipeError("stages must name at least one stage")
+        for stage in self.stages:
+            length = self.length_of(stage)
+            if self.batch_tokens % length:
+                raise RecipeError(
+                    f"batch_tokens must be a multiple of the sequence length, found {self.batch_tokens} and {length}"
+                )
+
+    def length_of(self, stage: Stage) -> int:
+        return stage.length or self.length
+
+    def rows_of(self, stage: Stage) -> int:
+        """Sequences of a step, over all processes."""
+        return self.batch_tokens // self.length_of(stage)
+
+    def steps_of(self, stage: Stage) -> int:
+        return max(1, -(-stage.tokens // self.batch_tokens))
+
+    @property
+    def needs_teacher(self) -> bool:
+        return any(stage.needs_teacher for stage in self.stages)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"stages": [asdict(stage) for stage in self.stages]}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Recipe:
+        _check_names(cls, values, "")
+        stages = values.get("stages", [{}])
+        if not isinstance(stages, list | tuple) or not all(isinstance(stage, dict) for stage in stages):
+            raise RecipeError(f"stages must be a list of settings, found {stages!r}")
+        made = []
+        for number, stage in enumerate(stages):
+            _check_names(Stage, stage, f"stages[{number}].")
+            made.append(Stage(**stage))
+        return cls(**values | {"stages": tuple(made)})
+
+    @classmethod
+    def help(cls, name: str) -> str:
+        metadata = next(f for f in fields(cls) if f.name == name).metadata
+        return metadata["help"] + (f" [{'|'.join(metadata['choices'])}]" if metadata["choices"] else "")
+
+
+def recipe_folder() -> Path:
+    """Beside the package in a source tree, inside it when installed."""
+    installed = Path(__file__).parent / "recipes"
+    return installed if installed.is_dir() else Path(__file__).parent.parent / "recipes"
+
+
+def load_recipe(name: str | os.PathLike) -> Recipe:
+    """A shipped recipe by its name, or a YAML file."""
+    path = Path(name)
+    if path.suffix not in (".yaml", ".yml"):
+        path = recipe_folder() / f"{name}.yaml"
+    if not path.is_file():
+        shipped = ", ".join(sorted(file.stem for file in recipe_folder().glob("*.yaml")))
+        raise RecipeError(f"--recipe {name}: no such recipe; shipped are {shipped}, or give a YAML file")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path} is not YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise RecipeError(f"{path} must hold settings, `name: value`, found {type(values).__name__}")
+    try:
+        return Recipe.from_dict(_numbers(values))
+    except RecipeError as error:
+        raise RecipeError(f"{path}: {error}") from error
+
+
+def _numbers(value: Any) -> Any:
+    """YAML reads 1e-3 as a word; here it is a number."""
+    if isinstance(value, dict):
+        return {name: _numbers(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_numbers(inner) for inner in value]
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def change(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
+    """A recipe with some settings replaced: `seed`, or `distill.tokens` for every stage with that loss."""
+    own: dict[str, Any] = {}
+    stages = list(recipe.stages)
+    for name, value in changes.items():
+        loss, dot, setting = name.partition(".")
+        if not dot:
+            own[name] = value
+            continue
+        matching = [i for i, stage in enumerate(stages) if stage.loss == loss]
+        if not matching:
+            found = ", ".join(stage.loss for stage in stages)
+            raise RecipeError(f"{name}={value}: the recipe has no stage {loss}; its stages are {found}")
+        _check_names(Stage, {setting: value}, f"{loss}.")
+        for i in matching:
+            stages[i] = replace(stages[i], **{setting: value})
+    _check_names(Recipe, own, "")
+    return replace(recipe, **own | {"stages": tuple(stages)})
+
+
+def parse_changes(texts: list[str]) -> dict[str, Any]:
+    """`name=value` as it is typed, values read as YAML."""
+    changes = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise RecipeError(f"--set takes NAME=VALUE, such as seed=1 or distill.tokens=100000, found {text!r}")
+        changes[name.strip()] = _numbers(yaml.safe_load(value))
+    return changes

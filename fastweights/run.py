@@ -1,0 +1,269 @@
+"""A training run: what all of its stages share (student, teacher, data, log, signals), kept in one folder."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from torch.nn import functional as F
+
+from fastweights import checkpoint as saved
+from fastweights.convert import load, load_tokenizer
+from fastweights.data import TokenFile, check_vocabulary, prepare, validation_rows
+from fastweights.display import Display
+from fastweights.families import Family, family_of
+from fastweights.losses import Batch, next_token_logits
+from fastweights.models import CheckpointError, FastWeightsMixin
+from fastweights.recipe import Recipe, Stage
+
+VALIDATION_BATCH_TOKENS = 8_192
+
+
+class TrainingError(ValueError):
+    """A run that cannot start or go on, with what to change."""
+
+
+class Interrupted(Exception):
+    """A run that was asked to stop, and saved a checkpoint first."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self.number = number
+        super().__init__(f"stopped by {signal.Signals(number).name}; go on with: {resume_command(folder)}")
+
+
+def resume_command(folder: Path) -> str:
+    return f"fastweights train --resume {folder}"
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to train on what. `teacher` is by default the model that `model` was converted from."""
+
+    model: str
+    data: str
+    recipe: Recipe
+    teacher: str | None = None
+    validation: str | None = None
+    text_field: str = "text"
+    limit: int | None = None
+    device: str | None = None
+    shard: bool = False
+    report_to: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"recipe": self.recipe.to_dict()}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Task:
+        return cls(**values | {"recipe": Recipe.from_dict(values["recipe"])})
+
+
+class Run:
+    """A task in its folder: what all of its stages share."""
+
+    def __init__(self, task: Task, folder: Path, display: Display) -> None:
+        self.task, self.recipe, self.folder, self.display = task, task.recipe, folder, display
+        self.accelerator = _accelerator(task, folder)
+        self.device, self.main = self.accelerator.device, self.accelerator.is_main_process
+        self.world, self.rank = self.accelerator.num_processes, self.accelerator.process_index
+        self.display.enabled = display.enabled and self.main
+        self.stop_signal = 0
+        precision = task.recipe.precision
+        self.low_precision = precision == "bfloat16" or (precision == "auto" and self.device.type == "cuda")
+        self.tokenizer = load_tokenizer(task.model)
+        self.progress = self._last_progress()
+        self.log = saved.read_log(folder, self.progress.step, write=self.main)
+        self.student = self.load_student()
+        self._check()
+        self.teacher = self._load_teacher()
+        self.tokens = self._prepare(task.data)
+        self.validation = self._prepare_validation()
+        self.began = time.perf_counter() - self.progress.seconds
+
+    def _last_progress(self) -> saved.Progress:
+        last = saved.linked(self.folder, saved.LAST)
+        return saved.Progress() if last is None else saved.read_progress(last)
+
+    def load_student(self) -> Any:
+        return load(saved.linked(self.folder, saved.LAST) or self.task.model, dtype=torch.float32)
+
+    def _check(self) -> None:
+        """What can be known to fail is refused before the first step."""
+        if self.tokenizer is None:
+            raise TrainingError(
+                f"{self.task.model} has no tokenizer: save the model's there with tokenizer.save_pretrained"
+            )
+        family, config = family_of_model(self.student), self.student.config
+        limit = getattr(config, family.learned_positions) if family.learned_positions else math.inf
+        converted = isinstance(self.student, FastWeightsMixin)
+        for stage in self.recipe.stages:
+            length = self.recipe.length_of(stage)
+            if length > limit and not (converted and config.fastweights["positions"] == "clamp"):
+                raise TrainingError(f"--length {length}: {self.task.model} has positions for {limit} tokens only")
+            if stage.loss == "transfer" and not converted:
+                raise TrainingError(f"{self.task.model} is not converted: transfer teaches fast-weight layers only")
+            self.rows_at_once(stage)
+        if self.recipe.lora and self.sharded:
+            raise TrainingError("--lora trains few parameters, which are not sharded: leave one of the two out")
+
+    def rows_at_once(self, stage: Stage) -> int:
+        """Sequences that a process takes through the model at once."""
+        rows = self.recipe.rows_of(stage)
+        if rows % self.world:
+            raise TrainingError(
+                f"--batch-tokens {self.recipe.batch_tokens} are {rows} sequences of {self.recipe.length_of(stage)} "
+                f"tokens, which {self.world} processes cannot share equally"
+            )
+        return min(self.recipe.micro_batch or rows, rows // self.world)
+
+    def _load_teacher(self) -> Any:
+        name = self.task.teacher or getattr(self.student.config, "fastweights_base", None)
+        if not self.recipe.needs_teacher and self.task.teacher is None:
+            return None
+        if name is None:
+            raise TrainingError("transfer and distill learn from the unconverted model: name it with --teacher")
+        try:
+            teacher = load(name, dtype=torch.bfloat16 if self.low_precision else torch.float32)
+        except CheckpointError as error:
+            raise TrainingError(f"--teacher {error}") from error
+        _check_teacher(name, teacher, self.student)
+        teacher.config._name_or_path = str(name)
+        return teacher.eval().requires_grad_(False).to(self.device)
+
+    def _prepare(self, source: str) -> TokenFile:
+        """Only one process tokenises; the others find its file."""
+        with self.accelerator.main_process_first():
+            tokens = prepare(
+                source,
+                self.tokenizer,
+                text_field=self.task.text_field,
+                limit=self.task.limit,
+                progress=self.display.enabled,
+            )
+        check_vocabulary(tokens, self.tokenizer, self.student.config)
+        return tokens
+
+    def _prepare_validation(self) -> Batch | None:
+        if self.task.validation is None:
+            return None
+        return validation_rows(self._prepare(self.task.validation), self.recipe.length, self.recipe.validation_tokens)
+
+    @property
+    def sharded(self) -> bool:
+        asked = self.task.shard or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+        return asked and self.world > 1
+
+    def measure_base(self) -> None:
+        if self.progress.base is not None or self.teacher is None or self.validation is None:
+            return
+        name = Path(self.teacher.config._name_or_path).name
+        loss = self.validation_loss(self._teacher_score)
+        self.progress.base = {"name": name, "perplexity": math.exp(loss)}
+
+    def _teacher_score(self, batch: Batch) -> Tensor:
+        logits, targets = next_token_logits(self.teacher, batch), batch["labels"][:, 1:]
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+    @torch.no_grad()
+    def validation_loss(self, score: Any) -> float:
+        """Mean cross-entropy of the validation rows; every process takes its share and runs the model equally often."""
+        assert self.validation is not None
+        parts = split(self.validation, max(1, VALIDATION_BATCH_TOKENS // self.recipe.length))
+        sums = torch.zeros(2, dtype=torch.float64)
+        for first in range(0, len(parts), self.world):
+            part = parts[min(first + self.rank, len(parts) - 1)]
+            with self.autocast():
+                loss = score(self.on_device(part))
+            if first + self.rank < len(parts):
+                sums += torch.tensor([float(loss), float((part["labels"][:, 1:] != -100).sum())], dtype=torch.float64)
+        total, count = self.accelerator.reduce(sums.to(self.device), "sum").tolist()
+        return total / count
+
+    def on_device(self, batch: Batch) -> Batch:
+        return {name: rows.to(self.device, non_blocking=True) for name, rows in batch.items()}
+
+    def autocast(self) -> Any:
+        return torch.autocast(self.device.type, torch.bfloat16) if self.low_precision else nullcontext()
+
+    def write_line(self, line: dict[str, Any]) -> None:
+        """A line of the log, here and in the tracker."""
+        self.log.append(line)
+        if self.task.report_to:
+            self.accelerator.log({k: v for k, v in line.items() if isinstance(v, float)}, step=line["step"])
+        if not self.main:
+            return
+        try:
+            with (self.folder / saved.LOG).open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise TrainingError(f"{self.folder / saved.LOG}: {error.strerror}; {self.last_words()}") from error
+
+    def last_words(self) -> str:
+        last = saved.linked(self.folder, saved.LAST)
+        if last is None:
+            return f"no checkpoint was written yet: make room, then {resume_command(self.folder)} starts it again"
+        step = saved.read_progress(last).step
+        return f"the checkpoint of step {step} is whole: make room, then {resume_command(self.folder)}"
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """SIGTERM and the first Ctrl-C end the run after the step it is in; a second Ctrl-C ends it at once."""
+
+        def stop(number: int, _frame: Any) -> None:
+            self.stop_signal = number
+            signal.signal(number, before[number])
+            self.display.say("stopping after this step")
+
+        try:
+            before: dict[int, Any] = {n: signal.signal(n, stop) for n in (signal.SIGINT, signal.SIGTERM)}
+        except ValueError:  # not the main thread: whoever runs us has the signals
+            yield
+            return
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def family_of_model(model: Any) -> Family:
+    return model.family if isinstance(model, FastWeightsMixin) else family_of(model)
+
+
+def _accelerator(task: Task, folder: Path) -> Accelerator:
+    try:
+        accelerator = Accelerator(cpu=task.device == "cpu", log_with=task.report_to, project_dir=str(folder))
+        if task.report_to:
+            accelerator.init_trackers("fastweights", config={"recipe": json.dumps(task.recipe.to_dict())})
+    except (ValueError, ImportError) as error:
+        raise TrainingError(f"--report-to {task.report_to}: {error}") from error
+    return accelerator
+
+
+def _check_teacher(name: str, teacher: Any, student: Any) -> None:
+    found, wanted = (
+        (model.config.vocab_size, len(family_of_model(model).blocks(model)), model.config.hidden_size)
+        for model in (teacher, student)
+    )
+    if found != wanted:
+        described = "vocabulary {}, {} layers, width {}"
+        raise TrainingError(
+            f"--teacher {name} ({described.format(*found)}) is not the model that was converted "
+            f"({described.format(*wanted)})"
+        )
+
+
+def split(batch: Batch, rows: int) -> list[Batch]:
+    count = len(batch["input_ids"])
+    return [{name: x[start : start + rows] for name, x in batch.items()} for start in range(0, count, rows)]

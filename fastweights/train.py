@@ -1,0 +1,281 @@
+"""Training: one loop. What is minimised is a stage's loss (losses.py), how is its recipe (recipe.py).
+
+A run is a function of its recipe, model and data: the batches and the random numbers of a step depend on seed and step
+alone, so a run that was killed and resumed is the run that was not. Every stage begins from a checkpoint, as a resumed
+run does.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from fastweights import checkpoint as saved
+from fastweights.convert import lora_modules
+from fastweights.data import PackedBatches
+from fastweights.display import Display
+from fastweights.losses import Trainee, converted_layers, fit_outputs
+from fastweights.models import CheckpointError
+from fastweights.optimize import (
+    Diverged,
+    DivergenceWatch,
+    clip_gradients,
+    learning_rate_share,
+    make_optimizer,
+    set_learning_rate,
+    set_mode,
+)
+from fastweights.provenance import write_result
+from fastweights.recipe import Stage
+from fastweights.run import Interrupted, Run, Task, TrainingError, family_of_model, resume_command, split
+
+__all__ = ["Diverged", "Interrupted", "Task", "TrainingError", "resume", "train"]
+
+# Tokens that output projections are fitted on before transfer.
+FIT_TOKENS = 16_384
+CURVE_POINTS = 1_000
+
+
+def train(task: Task, folder: str | os.PathLike, *, display: Display | None = None) -> dict[str, Any]:
+    """Train a model into a new folder; returns the result that is also written there."""
+    folder = Path(folder)
+    if (folder / saved.RUN).is_file():
+        raise TrainingError(f"{folder} holds a run already: {resume_command(folder)}, or choose another output folder")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise TrainingError(f"{folder} exists and is not an empty folder: choose another output folder")
+    return _go(Run(task, folder, display or Display()))
+
+
+def resume(folder: str | os.PathLike, *, display: Display | None = None) -> dict[str, Any]:
+    """Go on with a run from its last checkpoint."""
+    folder = Path(folder)
+    if not (folder / saved.RUN).is_file():
+        raise TrainingError(f"--resume {folder}: there is no run to go on with (no {saved.RUN} there)")
+    task = Task.from_dict(saved.read_json(folder / saved.RUN))
+    return _go(Run(task, folder, display or Display()))
+
+
+def _go(run: Run) -> dict[str, Any]:
+    diverged = None
+    if run.main:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        saved.write_json(run.folder / saved.RUN, run.task.to_dict())
+    with run.signals(), run.display:
+        try:
+            run.measure_base()
+            while run.progress.stage < len(run.recipe.stages):
+                _StageRun(run, run.recipe.stages[run.progress.stage]).go()
+                run.student = run.load_student()
+        except Diverged as error:
+            diverged = {"step": run.progress.step, "stage": run.progress.stage, "reason": str(error)}
+    if run.task.report_to:
+        run.accelerator.end_training()
+    result = _result(run, diverged)
+    if run.main:
+        write_result(run.folder / saved.RESULT, result)
+    if diverged is not None:
+        raise Diverged(f"{diverged['reason']}; recorded in {run.folder / saved.RESULT}")
+    return result
+
+
+class _StageRun:
+    """One stage of a run: the student made ready for its loss, and the loop."""
+
+    def __init__(self, run: Run, stage: Stage) -> None:
+        self.run, self.stage, self.recipe, self.progress = run, stage, run.recipe, run.progress
+        rows, length = self.recipe.rows_of(stage), self.recipe.length_of(stage)
+        self.batches = PackedBatches(run.tokens, length, rows, self.recipe.seed + self.progress.stage)
+        self.student = run.student.to(run.device)
+        if self.progress.stage_step == 0 and stage.loss == "transfer" and stage.fit != "none":
+            self._fit()
+        self.lora = self._add_lora() if self.recipe.lora else None
+        set_mode(self.student, self.recipe, stage)
+        trainee = Trainee(self.student, run.teacher, stage, recompute=self.recipe.gradient_checkpointing)
+        self.module = self._distribute(trainee.to(run.device))
+        self.names = {parameter: name for name, parameter in self.student.named_parameters()}
+        self.optimizer = make_optimizer(self.student, stage)
+        if self.progress.stage_step:
+            saved.restore_optimizer(run.folder / saved.LAST, self.optimizer, self.names)
+        self.watch = DivergenceWatch(self.recipe.diverged_above, self.recipe.diverged_for)
+        for line in run.log:
+            if line["stage"] == self.progress.stage and "loss" in line:
+                self.watch.see(line["loss"])
+
+    def _fit(self) -> None:
+        rows = max(1, FIT_TOKENS // self.recipe.length_of(self.stage))
+        first = {name: x[:rows] for name, x in self.batches.batch(0).items()}
+        fit_outputs(self.student, self.run.teacher, self.run.on_device(first), self.stage.fit)
+
+    def _add_lora(self) -> Any:
+        """Low-rank updates, put into the student itself; what comes back can merge them."""
+        from peft import LoraConfig, get_peft_model
+
+        rank = self.recipe.lora
+        lora = get_peft_model(self.student, LoraConfig(r=rank, lora_alpha=2 * rank, **lora_modules(self.student)))
+        if self.progress.stage_step:
+            found = saved.read_training(self.run.folder / saved.LAST)
+            own = {name: value for name, value in found.items() if name.startswith("student.")}
+            self.student.load_state_dict({name.removeprefix("student."): value for name, value in own.items()})
+        return lora
+
+    def _distribute(self, trainee: Trainee) -> nn.Module:
+        """DDP through accelerate. Sharded (FSDP2), every fast-weight layer is a unit: transfer calls it alone."""
+        if not self.run.sharded:
+            return self.run.accelerator.prepare(trainee) if self.run.world > 1 else trainee
+        for layer in converted_layers(trainee).values():
+            fully_shard(layer)
+        for block in family_of_model(self.student).blocks(self.student):
+            fully_shard(block)
+        fully_shard(trainee)
+        return trainee
+
+    def go(self) -> None:
+        run, recipe, progress = self.run, self.recipe, self.progress
+        steps = recipe.steps_of(self.stage)
+        spent = progress.stage_seconds[progress.stage] if progress.stage < len(progress.stage_seconds) else 0.0
+        began = time.perf_counter() - spent
+        if progress.step == 0 and not progress.validation:
+            self._validate()
+        run.display.stage(f"{progress.stage + 1}/{len(recipe.stages)} {self.stage.loss}", steps, progress.stage_step)
+        for step in range(progress.stage_step, steps):
+            self._step(step, learning_rate_share(step, steps, self.stage))
+            ends = step + 1 == steps
+            if ends or progress.stage_step % recipe.validate_every == 0:
+                self._validate()
+            progress.seconds = time.perf_counter() - run.began
+            progress.stage_seconds[progress.stage :] = [time.perf_counter() - began]
+            if ends:
+                progress.stage, progress.stage_step = progress.stage + 1, 0
+            if ends or progress.stage_step % recipe.checkpoint_every == 0 or run.stop_signal:
+                self._checkpoint()
+            if run.stop_signal:
+                raise Interrupted(run.folder, run.stop_signal)
+
+    def _step(self, step: int, share: float) -> None:
+        """One update, recorded."""
+        run, progress = self.run, self.progress
+        torch.manual_seed((self.recipe.seed * 1_000_003 + progress.step) * run.world + run.rank)
+        loss = self._gradients(step)
+        norm = clip_gradients(self.optimizer, self.stage.clip)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise Diverged(f"step {progress.step + 1}: the loss is {loss}, the norm of its gradient {norm}")
+        set_learning_rate(self.optimizer, share)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        progress.stage_step, progress.step = step + 1, progress.step + 1
+        progress.tokens += self.recipe.batch_tokens
+        line = {"step": progress.step, "stage": progress.stage, "tokens": progress.tokens, "loss": loss}
+        run.write_line(line | {"gradient_norm": norm, "learning_rate": share * self.stage.learning_rate})
+        run.display.step(loss, self.recipe.batch_tokens)
+        self.watch.see(loss)
+
+    def _gradients(self, step: int) -> float:
+        """Back-propagate this process's rows; returns the loss of the whole batch."""
+        run, batches = self.run, self.batches
+        count = batches.rows if self.stage.loss == "transfer" else batches.targets(step)
+        parts = split(batches.batch(step, run.rank, run.world), run.rows_at_once(self.stage))
+        total = torch.zeros((), device=run.device)
+        for number, part in enumerate(parts):
+            with self._synchronized(number == len(parts) - 1):
+                with run.autocast():
+                    loss = self.module(run.on_device(part)) / count
+                # DDP and FSDP take the mean over processes; the loss is a sum over them
+                (loss * run.world).backward()
+            total += loss.detach()
+        shared = torch.stack([total, torch.tensor(float(run.stop_signal), device=run.device)])
+        whole, stop = run.accelerator.reduce(shared, "sum").tolist()
+        run.stop_signal = run.stop_signal or (signal.SIGTERM if stop else 0)
+        return whole
+
+    @contextmanager
+    def _synchronized(self, wanted: bool) -> Iterator[None]:
+        """Gradients are exchanged with the other processes after the last micro-batch only."""
+        if isinstance(self.module, FSDPModule):
+            self.module.set_requires_gradient_sync(wanted)
+        alone = wanted or self.run.world == 1 or isinstance(self.module, FSDPModule)
+        with nullcontext() if alone else self.run.accelerator.no_sync(self.module):
+            yield
+
+    def _validate(self) -> None:
+        run, progress = self.run, self.progress
+        if run.validation is None:
+            return
+        self.module.eval()
+        loss = run.validation_loss(lambda batch: self.module(batch, score=True))
+        self.module.train()
+        found = {"step": progress.step, "tokens": progress.tokens, "stage": progress.stage, "loss": loss}
+        progress.validation.append(found | {"perplexity": math.exp(min(loss, 700.0))})
+        run.write_line({"step": progress.step, "stage": progress.stage, "validation_loss": loss})
+        base = None if progress.base is None else progress.base["perplexity"]
+        run.display.validation(progress.tokens, progress.validation[-1]["perplexity"], base)
+
+    def _checkpoint(self) -> None:
+        run, progress = self.run, self.progress
+        model, weights = self.student, saved.model_weights(self.student)
+        training = saved.optimizer_tensors(self.optimizer, self.names) if progress.stage_step else {}
+        if self.lora is not None:
+            training |= {f"student.{name}": value for name, value in weights.items()}
+            model = copy.deepcopy(self.lora).merge_and_unload()
+            weights = saved.model_weights(model)
+        latest = progress.validation[-1] if progress.validation else None
+        new = latest is not None and latest["step"] == progress.step
+        if new and (progress.best is None or latest["loss"] <= progress.best["loss"]):  # type: ignore[index]
+            progress.best = latest
+        try:
+            if run.main:
+                saved.write_checkpoint(run.folder, model, weights, run.tokenizer, training, progress)
+        except CheckpointError as error:
+            raise TrainingError(f"{error}; {run.last_words()}") from error
+        run.accelerator.wait_for_everyone()
+
+
+def _result(run: Run, diverged: dict[str, Any] | None) -> dict[str, Any]:
+    progress, recipe, model = run.progress, run.recipe, run.student
+    losses = [line for line in run.log if "loss" in line]
+    seconds: list[float | None] = [*progress.stage_seconds, *[None] * len(recipe.stages)]
+    return {
+        "kind": "training",
+        "name": run.folder.name,
+        "seed": recipe.seed,
+        "tokens": progress.tokens,
+        "recipe": recipe.to_dict(),
+        "model": {
+            "name": Path(run.task.model).name,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "settings": getattr(model.config, "fastweights", None),
+        },
+        "data": {"name": Path(run.task.data).name, "tokens": len(run.tokens)},
+        "base": progress.base,
+        "processes": run.world,
+        "stages": [
+            {
+                "name": stage.loss,
+                "loss": stage.loss,
+                "steps": recipe.steps_of(stage),
+                "tokens": recipe.steps_of(stage) * recipe.batch_tokens,
+                "seconds": seconds[number],
+            }
+            for number, stage in enumerate(recipe.stages)
+        ],
+        "curve": [
+            {name: line[name] for name in ("step", "tokens", "stage", "loss")}
+            for line in losses[:: max(1, len(losses) // CURVE_POINTS)]
+        ],
+        "validation": progress.validation,
+        "best": progress.best,
+        "last": progress.validation[-1] if progress.validation else None,
+        "diverged": diverged,
+        "seconds": progress.seconds,
+        "finished": diverged is None,
+    }
