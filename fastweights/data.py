@@ -33,8 +33,8 @@ IGNORED = -100  # the label that Hugging Face's losses leave out
 
 # A tokenizer needs some 150 bytes of memory for each character that it is given at once.
 BATCH_CHARACTERS, PIECE_CHARACTERS = 2**20, 2**22
-# Between the end of a line and the first letter of the next, tokenizers end a token anyway.
-_CUT = re.compile(r"(?<=\n)(?=\S)")
+# Between the end of a line and the first word of the next, tokenizers end a token anyway.
+_CUT = re.compile(r"(?<=\n)(?= ?\S)")
 
 _OPENERS: dict[str, Callable[[Any], Any]] = {".xz": lzma.open, ".gz": gzip.open}
 _BROKEN = (lzma.LZMAError, zlib.error, gzip.BadGzipFile, EOFError)
@@ -111,8 +111,8 @@ class PackedBatches:
         self.rows_in_epoch = _count_rows(tokens, length)
         if not 1 <= rows <= self.rows_in_epoch:
             raise DataError(
-                f"{tokens.meta.get('source', 'the text')} has {len(tokens):,} tokens, one batch {rows:,} rows of {length:,} "
-                f"({rows * length:,} tokens): give more text with --data, or another --batch-tokens"
+                f"{_name(tokens)}: {len(tokens):,} tokens are no batch of {rows:,} rows of {length:,} tokens "
+                f"({rows * length:,}): give more text with --data, or change --batch-tokens"
             )
         self.tokens, self.length, self.rows, self.seed = tokens, length, rows, seed
         self._orders: dict[int, np.ndarray] = {}
@@ -120,10 +120,8 @@ class PackedBatches:
     def batch(self, step: int, rank: int = 0, world: int = 1) -> dict[str, Tensor]:
         """This process's rows of the step's batch: input_ids, position_ids and labels, each [rows,length] int64."""
         if self.rows % world:
-            raise DataError(
-                f"a batch of {self.rows} rows cannot be shared evenly by {world} processes: make --batch-tokens a "
-                f"multiple of {world} x --length ({world * self.length:,}), or start another number of processes"
-            )
+            change = f"make --batch-tokens a multiple of {world} x --length, {world * self.length:,}"
+            raise DataError(f"a batch of {self.rows} rows cannot be shared evenly by {world} processes: {change}")
         share = self.rows // world
         return _pack(self.tokens, self._rows_of(step)[rank * share : (rank + 1) * share], self.length)
 
@@ -154,13 +152,15 @@ def validation_rows(tokens: TokenFile, length: int, limit_tokens: int | None = N
 def _count_rows(tokens: TokenFile, length: int, limit_tokens: int | None = None) -> int:
     if length < 2:
         raise DataError(f"--length must be at least 2 tokens, the second predicted from the first; found {length}")
-    rows = (len(tokens) if limit_tokens is None else min(len(tokens), limit_tokens)) // length
-    if rows == 0:
-        raise DataError(
-            f"{tokens.meta.get('source', 'the text')} has {len(tokens):,} tokens (limit: {limit_tokens}), fewer than one "
-            f"row of {length:,}: give more text with --data, or lower --length"
-        )
-    return rows
+    count = len(tokens) if limit_tokens is None else min(len(tokens), limit_tokens)
+    if count < length:
+        what = f"{_name(tokens)}: {count:,} tokens are fewer than one row of {length:,}"
+        raise DataError(f"{what}: give more text with --data, or lower --length")
+    return count // length
+
+
+def _name(tokens: TokenFile) -> str:
+    return str(tokens.meta.get("source", tokens.folder))
 
 
 def _pack(tokens: TokenFile, rows: np.ndarray, length: int) -> dict[str, Tensor]:
@@ -189,7 +189,7 @@ class _Source(NamedTuple):
 
 
 def _find(name: str, field: str) -> _Source:
-    if name.startswith("hf:"):
+    if name.startswith("hf:") and name != "hf:":
         dataset, config, split, *_ = [*name.removeprefix("hf:").split(":", 2), "", ""]
         if config in ("train", "validation", "test") and not split:
             config, split = "", config
@@ -198,10 +198,8 @@ def _find(name: str, field: str) -> _Source:
         return _Source(name, [name, *_stats(Path(dataset).rglob("*"))], rows)
     path = Path(name).expanduser()
     if not path.exists():
-        raise DataError(
-            f"{path}: there is no such file or folder; --data takes a text, JSON lines or parquet file, a folder of "
-            "them, or hf:NAME for a data set of the hub"
-        )
+        takes = "--data takes a text, JSON lines or parquet file, a folder of them, or hf:NAME for a hub data set"
+        raise DataError(f"{path}: there is no such file or folder; {takes}")
     if (path / "state.json").is_file():
         rows = _dataset_documents(name, field, lambda d: d.load_from_disk(str(path)))
         return _Source(name, _stats(path.rglob("*")), rows)
@@ -286,8 +284,9 @@ def _decode(lines: list[bytes], file: Path, first_line: int) -> str:
     try:
         return b"".join(lines).decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n")
     except UnicodeDecodeError as error:
-        where = f"{file}, line {first_line + error.object.count(b'\n', 0, error.start)}"
-        raise DataError(f"{where}: {error.reason}, not UTF-8: convert the file (iconv -f LATIN1 -t UTF-8)") from error
+        line = first_line + error.object.count(b"\n", 0, error.start)
+        fault = f"{file}, line {line}: byte 0x{error.object[error.start]:02x} is not UTF-8"
+        raise DataError(f"{fault}; convert the file to UTF-8, for example with iconv -f LATIN1 -t UTF-8") from error
 
 
 def _dataset_documents(name: str, field: str, load: Callable[[Any], Any]) -> _Documents:
@@ -322,14 +321,14 @@ def _field(row: Any, field: str, where: str) -> str:
 
 def _tokenizer_fingerprint(tokenizer: Any) -> str:
     if getattr(tokenizer, "backend_tokenizer", None) is None:
-        return _fingerprint([tokenizer.get_vocab(), tokenizer.eos_token_id])
+        return _fingerprint([sorted(tokenizer.get_vocab().items()), tokenizer.eos_token_id])
     # The last call's padding and truncation stay in the backend; they say nothing about the next.
     backend = json.loads(tokenizer.backend_tokenizer.to_str()) | {"padding": None, "truncation": None}
     return _fingerprint([backend, tokenizer.eos_token_id])
 
 
 def _fingerprint(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
 def _open(folder: Path) -> TokenFile | None:

@@ -79,9 +79,9 @@ class Stage:
     cross_entropy: float = _setting(0.0, "Weight of the cross-entropy beside the divergence when distilling.")
     temperature: float = _setting(1.0, "Temperature of both distributions when distilling.")
     fit: str = _setting(
-        "full",
-        "What transfer sets by least squares before its first step: the output projection (full), one scale for each "
-        "head (scale) or nothing.",
+        "none",
+        "What is set by least squares to the teacher's attention before the first step: the new layers' output "
+        "projections (full), one scale for each head (scale) or nothing.",
         FITS,
     )
     length: int | None = _setting(None, "Tokens of a sequence in this stage; by default the recipe's.")
@@ -109,7 +109,7 @@ class Stage:
 
     @property
     def needs_teacher(self) -> bool:
-        return self.loss != "finetune"
+        return self.loss != "finetune" or self.fit != "none"
 
 
 @dataclass(frozen=True)

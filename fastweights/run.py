@@ -111,8 +111,10 @@ class Run:
             length = self.recipe.length_of(stage)
             if length > limit and not (converted and config.fastweights["positions"] == "clamp"):
                 raise TrainingError(f"--length {length}: {self.task.model} has positions for {limit} tokens only")
-            if stage.loss == "transfer" and not converted:
-                raise TrainingError(f"{self.task.model} is not converted: transfer teaches fast-weight layers only")
+            if (stage.loss == "transfer" or stage.fit != "none") and not converted:
+                raise TrainingError(
+                    f"{self.task.model} is not converted: transfer and fit teach fast-weight layers only"
+                )
             self.rows_at_once(stage)
         if self.recipe.lora and self.sharded:
             raise TrainingError("--lora trains few parameters, which are not sharded: leave one of the two out")
@@ -132,7 +134,7 @@ class Run:
         if not self.recipe.needs_teacher and self.task.teacher is None:
             return None
         if name is None:
-            raise TrainingError("transfer and distill learn from the unconverted model: name it with --teacher")
+            raise TrainingError("transfer, distill and fit learn from the unconverted model: name it with --teacher")
         try:
             teacher = load(name, dtype=torch.bfloat16 if self.low_precision else torch.float32)
         except CheckpointError as error:

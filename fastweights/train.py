@@ -97,7 +97,7 @@ class _StageRun:
         rows, length = self.recipe.rows_of(stage), self.recipe.length_of(stage)
         self.batches = PackedBatches(run.tokens, length, rows, self.recipe.seed + self.progress.stage)
         self.student = run.student.to(run.device)
-        if self.progress.stage_step == 0 and stage.loss == "transfer" and stage.fit != "none":
+        if self.progress.stage_step == 0 and stage.fit != "none":
             self._fit()
         self.lora = self._add_lora() if self.recipe.lora else None
         set_mode(self.student, self.recipe, stage)

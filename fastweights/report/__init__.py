@@ -1,0 +1,12 @@
+"""Result files of training, evaluation and profiling -> one page of words, tables and plots, and a model card.
+
+Either can be made from any of them; what was not measured is left out. A run that diverged is marked with *.
+Files, each importing only from those before it: results (reading; numbers in words), page (structure; Markdown, HTML),
+plots (SVG), parts (what tables and plots share), quality, cost, training (contents), build (the page), card.
+"""
+
+from fastweights.report.build import compare_curves, make_report
+from fastweights.report.card import model_card, write_model_card
+from fastweights.report.results import ReportError
+
+__all__ = ["ReportError", "compare_curves", "make_report", "model_card", "write_model_card"]

@@ -1,0 +1,150 @@
+"""A model card: the README.md of a saved model, as the Hugging Face hub shows it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fastweights.report.build import provenance_table, write_text
+from fastweights.report.cost import winnings
+from fastweights.report.page import Block, Bullets, Code, Page, Section, Table, Text, to_markdown
+from fastweights.report.quality import losses, model_tables, recall_tables, task_tables
+from fastweights.report.results import (
+    ReportError,
+    Result,
+    ResultFile,
+    bytes_text,
+    models_in,
+    read_results,
+    runs_in,
+    value_at,
+    whole,
+)
+from fastweights.report.training import outcomes, training_tables
+
+if TYPE_CHECKING:
+    from fastweights.describe import Description
+
+# Front matter must be the first thing in the file, so this stands right after it.
+MARK = "<!-- written by fastweights -->"
+PAPER = "H. H. Mao, Fine-Tuning Pre-trained Transformers into Decaying Fast Weights, EMNLP 2022."
+CITATION = """@inproceedings{mao-2022-fine,
+  title = {Fine-Tuning Pre-trained Transformers into Decaying Fast Weights},
+  author = {Mao, Huanru Henry},
+  booktitle = {Proceedings of the 2022 Conference on Empirical Methods in Natural Language Processing},
+  year = {2022}
+}"""
+LIMITS = (
+    "A state of fixed size forgets. What an attention model can look up word for word, however far back, this model "
+    "may not be able to recall: names, numbers and quotations from early in a long text first of all.",
+    "Otherwise it has the limits and biases of the model it was made from, and of the text it was trained on.",
+)
+
+
+def model_card(
+    results: Sequence[ResultFile],
+    model_folder: str | os.PathLike,
+    *,
+    base_name: str | None = None,
+    license: str | None = None,
+) -> str:
+    """The card of a saved, converted model. `base_name` is the base model's id on the hub: without it the card names
+    the base only where a result does so by such an id."""
+    from huggingface_hub import ModelCardData
+
+    found = read_results(results)
+    base_name = base_name or _hub_id_in(found)
+    about = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["fastweights", "linear-attention"],
+        base_model=base_name,
+        license=license,
+    )
+    page = Page(Path(model_folder).resolve().name, _card_sections(found, Path(model_folder), base_name))
+    return f"---\n{about.to_yaml()}\n---\n{MARK}\n\n{to_markdown(page)}"
+
+
+def write_model_card(
+    results: Sequence[ResultFile],
+    model_folder: str | os.PathLike,
+    *,
+    base_name: str | None = None,
+    license: str | None = None,
+) -> Path:
+    """Write the card to README.md in the model's folder, unless a README of someone else's is there."""
+    target = Path(model_folder) / "README.md"
+    text = model_card(results, model_folder, base_name=base_name, license=license)
+    if target.exists() and MARK not in target.read_text(encoding="utf-8", errors="replace"):
+        raise ReportError(f"{target} was not written by fastweights and is not replaced: move it away first")
+    write_text(target, text)
+    return target
+
+
+def _hub_id_in(results: Sequence[Result]) -> str | None:
+    names = [value_at(result.body, "base", "name") for result in results]
+    names += [model.body.get("name") for model in models_in(results) if not model.converted]
+    ids = [name for name in names if isinstance(name, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", name)]
+    return next((name for name in ids if not Path(name).exists()), None)
+
+
+def _card_sections(results: Sequence[Result], folder: Path, base_name: str | None) -> list[Section]:
+    from fastweights.describe import describe_folder, facts
+
+    described = describe_folder(folder)
+    if described.settings is None:
+        raise ReportError(f"{folder} holds a model that is not converted: a card is written for converted ones")
+    settings = Table(["setting", "value"], list(facts(described).items()), names=2)
+    return [
+        Section("What it is", _what_it_is(described, base_name)),
+        Section("How to load it", [Code("python", _loading(folder))]),
+        Section("Settings", [settings]),
+        *_measured(results),
+        Section("Limits", [Bullets(LIMITS), *recall_tables(models_in(results))]),
+        Section("Citation", [Text(PAPER), Code("bibtex", CITATION)]),
+    ]
+
+
+def _what_it_is(described: Description, base_name: str | None) -> list[Block]:
+    made_from = f" made from {base_name}" if base_name else ""
+    words = (
+        f"A {described.family} model{made_from}: in {len(described.converted)} of its {described.layers} layers "
+        "softmax attention was replaced by fast weights with the library fastweights. Such a layer keeps a state of "
+        "fixed size instead of keys and values of every token, so that a new token costs it the same time and memory, "
+        "however long the text."
+    )
+    rows = [[whole(m.tokens), bytes_text(m.here), bytes_text(m.attention)] for m in described.memory]
+    return [Text(words), Table(["tokens", "this model keeps", "KV cache of the base model"], rows, names=0)]
+
+
+def _loading(folder: Path) -> str:
+    name = json.dumps(folder.resolve().name)
+    return f"""import fastweights  # first: it makes the model known to transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained({name})
+tokenizer = AutoTokenizer.from_pretrained({name})
+inputs = tokenizer("Fast weights are", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=20)[0]))"""
+
+
+def _measured(results: Sequence[Result]) -> list[Section]:
+    models, runs = models_in(results), runs_in(results)
+    costs = [result for result in results if result.kind == "cost"]
+    words = _bullets([*losses(models), *winnings(models, costs)])
+    quality: list[Block] = [*words, *model_tables(models), *task_tables(models)]
+    training: list[Block] = [*_bullets(outcomes(runs)), *training_tables(runs)]
+    sections = [
+        Section("Results", quality),
+        Section("Training", training),
+        Section("Where the numbers come from", [provenance_table(results)] if results else []),
+    ]
+    return [section for section in sections if section.blocks]
+
+
+def _bullets(lines: Sequence[str]) -> list[Bullets]:
+    return [Bullets(lines)] if lines else []

@@ -1,0 +1,143 @@
+"""Cost measurements: time and memory of one more token against the length of the text."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastweights.report.page import Block
+from fastweights.report.parts import colour_of, plot, table
+from fastweights.report.plots import Line, Panel, Point
+from fastweights.report.results import (
+    Entry,
+    Result,
+    bytes_text,
+    finite,
+    objects,
+    ratio,
+    seconds_text,
+    times_text,
+    value_at,
+    whole,
+)
+
+
+@dataclass(frozen=True)
+class Measure:
+    title: str
+    column: str
+    text: Callable[[Any], str]
+    words: str
+    less: str
+    more: str
+
+
+MEASURES = {
+    "seconds": Measure("Time of one token", "time", seconds_text, "one more token takes", "faster", "slower"),
+    "bytes": Measure(
+        "Memory kept of the text", "memory", bytes_text, "what is kept of the text is", "smaller", "larger"
+    ),
+}
+
+
+def winnings(models: Sequence[Entry], costs: Sequence[Result]) -> list[str]:
+    """In words: what each model has won against its base."""
+    lines = [line for cost in costs for entry in _others(cost) for line in _cost_words(cost, entry)]
+    told = {str(entry.get("name")) for cost in costs for entry in objects(cost.body, "models")}
+    untold = [model for model in models if model.converted and str(model.body.get("name")) not in told]
+    return lines + [
+        f"{model.label} keeps {bytes_text(model.body['state_bytes'])} of a text, however long it is."
+        for model in untold
+        if finite(model.body.get("state_bytes"))
+    ]
+
+
+def _cost_words(cost: Result, entry: dict[str, Any]) -> Iterator[str]:
+    base = _base(cost)
+    for key, measure in MEASURES.items():
+        here, there = _curve(entry, key), _curve(base, key)
+        shared = sorted(here.keys() & there.keys())
+        times = ratio(there[shared[-1]], here[shared[-1]]) if shared else None
+        if not times:
+            continue
+        compared = f"{times_text(times)} {measure.less}" if times >= 1 else f"{times_text(1 / times)} {measure.more}"
+        yield (
+            f"{entry.get('name')}: after {whole(shared[-1])} tokens {measure.words} {measure.text(here[shared[-1]])}, "
+            f"{compared} than with {base.get('name')} ({measure.text(there[shared[-1]])}); "
+            f"{_from_where(measure.less, _cheaper_from(cost, entry, key), shared[0])}."
+        )
+
+
+def _from_where(less: str, start: float | None, shortest: float) -> str:
+    if start is None:
+        return f"not {less} for good at any length measured"
+    return f"{less} at every length measured" if start <= shortest else f"{less} from {whole(start)} tokens on"
+
+
+def cost_blocks(cost: Result, suffix: str) -> list[Block]:
+    entries = objects(cost.body, "models")
+    plots: list[Block] = []
+    for key, measure in MEASURES.items():
+        plots += plot(key + suffix, _panel(cost, key, measure), [cost])
+    header = ["tokens", *(f"{entry.get('name')}: {m.column}" for entry in entries for m in MEASURES.values())]
+    curves = [(_curve(entry, key), measure) for entry in entries for key, measure in MEASURES.items()]
+    lengths = sorted({length for curve, _ in curves for length in curve})
+    rows = [[whole(length), *(measure.text(curve.get(length)) for curve, measure in curves)] for length in lengths]
+    stretched = [str(entry.get("name")) for entry in entries if entry.get("positions")]
+    note = f" The position table of {', '.join(stretched)} was repeated for timing." if stretched else ""
+    return [*plots, *table(header, rows, [cost], names=0, note=note)]
+
+
+def _panel(cost: Result, key: str, measure: Measure) -> Panel:
+    entries, base = objects(cost.body, "models"), _base(cost)
+    lines = [
+        Line(str(entry.get("name")), sorted(_curve(entry, key).items()), colour_of(entry, entries, base))
+        for entry in entries
+    ]
+    crossings = [point for entry in _others(cost) if (point := _crossing(cost, entry, key))]
+    cheaper = f": less from {whole(crossings[0][0])} tokens" if len(crossings) == 1 else ""
+    return Panel(
+        measure.title + cheaper,
+        "text before it (tokens)",
+        "",
+        lines,
+        log_x=True,
+        log_y=True,
+        x_text=whole,
+        y_text=measure.text,
+        circles=crossings,
+    )
+
+
+def _base(cost: Result) -> dict[str, Any]:
+    """The model that the others are compared with: the first where a result does not say."""
+    entries = objects(cost.body, "models")
+    return next((entry for i, entry in enumerate(entries) if not entry.get("converted", i > 0)), {})
+
+
+def _others(cost: Result) -> list[dict[str, Any]]:
+    base = _base(cost)
+    return [entry for entry in objects(cost.body, "models") if base and entry.get("converted", entry is not base)]
+
+
+def _curve(entry: dict[str, Any], key: str) -> dict[float, float]:
+    found = [(finite(point.get("length")), finite(point.get(key))) for point in objects(entry, "points")]
+    return {length: value for length, value in found if length is not None and value is not None}
+
+
+def _cheaper_from(cost: Result, entry: dict[str, Any], key: str) -> float | None:
+    """A result tells it of each converted model, or only of the first."""
+    told = entry.get("cheaper_from") or (cost.body.get("cheaper_from") if entry is _others(cost)[0] else None)
+    return finite(value_at(told, key))
+
+
+def _crossing(cost: Result, entry: dict[str, Any], key: str) -> Point | None:
+    """Where the curves cross between two measured lengths, on the base model's line as logarithmic axes draw it."""
+    start, curve = _cheaper_from(cost, entry, key), sorted(_curve(_base(cost), key).items())
+    for (left, low), (right, high) in itertools.pairwise(curve):
+        if start is not None and 0 < left < start <= right and min(low, high) > 0:
+            return start, low * (high / low) ** (math.log(start / left) / math.log(right / left))
+    return None

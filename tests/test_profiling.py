@@ -1,0 +1,154 @@
+"""Costs are those of real caches; where one model becomes cheaper is what a hand would find."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import pretrained, tokens
+
+from fastweights.config import ConfigError, FastWeightsConfig
+from fastweights.convert import convert
+from fastweights.describe import describe
+from fastweights.profiling import STRETCHED, cheaper_from, decode_cost, stretched
+
+Points = list[dict[str, Any]]
+
+
+def converted(family: str, **settings: Any) -> Any:
+    return convert(pretrained(family), FastWeightsConfig(**dict(m=8) | settings))
+
+
+def cost(models: dict[str, Any], lengths: tuple[int, ...], **options: Any) -> dict[str, Any]:
+    return decode_cost(models, lengths, timed_tokens=2, progress=False, **options)
+
+
+def points_of(result: dict[str, Any], name: str) -> Points:
+    return next(entry["points"] for entry in result["models"] if entry["name"] == name)
+
+
+def curve(*pairs: tuple[int, float]) -> Points:
+    return [{"length": length, "seconds": value} for length, value in pairs]
+
+
+def test_bytes_are_the_state_and_the_keys_and_values() -> None:
+    base, decay = pretrained("llama"), converted("llama", window=5)
+    result = cost({"base": base, "decay": decay}, (20, 10))
+    config = base.config
+    token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+    assert [(p["length"], p["bytes"]) for p in points_of(result, "base")] == [
+        (10, 10 * token_bytes),
+        (20, 20 * token_bytes),
+    ]
+    with torch.no_grad():
+        cache = decay(tokens(1, 20), use_cache=True).past_key_values
+    assert {p["bytes"] for p in points_of(result, "decay")} == {cache.nbytes} == {describe(decay).state_bytes}
+    assert all(p["seconds"] > 0 for name in ("base", "decay") for p in points_of(result, name))
+
+
+def test_a_hybrid_keeps_both() -> None:
+    hybrid = converted("gpt2", layers=(1,))
+    [point] = points_of(cost({"hybrid": hybrid}, (10,)), "hybrid")
+    assert point["bytes"] == describe(hybrid).state_bytes + 10 * 2 * 32 * 4
+
+
+def test_a_long_text_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastweights.profiling.PIECE", 8)
+    base = pretrained("llama")
+    read: list[int] = []
+    base.register_forward_pre_hook(lambda _, args: read.append(args[0].shape[1]))
+    whole = points_of(cost({"base": base}, (20,)), "base")
+    assert read == [8, 8, 4, 1, 1, 1]
+    monkeypatch.undo()
+    assert points_of(cost({"base": pretrained("llama")}, (20,)), "base")[0]["bytes"] == whole[0]["bytes"]
+
+
+def test_models_take_turns() -> None:
+    models = {"a": pretrained("llama"), "b": converted("llama")}
+    turns: list[str] = []
+    for name, model in models.items():
+        model.register_forward_pre_hook(lambda _, args, name=name: turns.append(name))
+    cost(models, (10,))
+    assert turns == ["a", "b"] * 4  # the text, the token for warming up, two timed ones
+
+
+def test_the_result_says_what_it_is() -> None:
+    result = cost({"base": pretrained("llama"), "decay": converted("llama")}, (1, 2, 400))
+    assert (result["kind"], result["seed"], result["tokens"]) == ("cost", 0, 2)
+    assert [entry["converted"] for entry in result["models"]] == [False, True]
+    # 256 bytes of keys and values a token, a state of 2048 bytes: smaller from the ninth token on
+    assert result["cheaper_from"]["bytes"] == 9
+    assert result["models"][1]["cheaper_from"] == result["cheaper_from"]
+    assert cost({"decay": converted("llama")}, (2,))["cheaper_from"] == {"seconds": None, "bytes": None}
+
+
+def test_training_mode_comes_back() -> None:
+    base, decay = pretrained("gpt2").train(), converted("gpt2")
+    cost({"base": base, "decay": decay}, (4,))
+    assert base.training and not decay.training
+    assert base.transformer.h[0].training
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_lengths_past_a_position_table_are_left_out_or_stretched(family: str) -> None:
+    models = {"base": pretrained(family), "decay": converted(family), "clamp": converted(family, positions="clamp")}
+    result = cost(models, (90, 120))  # the tables have 96 rows
+    assert [[p["length"] for p in points_of(result, name)] for name in models] == [[90], [90], [90, 120]]
+    result = cost(models, (90, 250), stretch_positions=True)
+    assert [[p["length"] for p in points_of(result, name)] for name in models] == [[90, 250]] * 3
+    assert [entry.get("positions") for entry in result["models"]] == [STRETCHED, STRETCHED, None]
+    short, long = (p["bytes"] for p in points_of(result, "base"))
+    assert long * 90 == short * 250
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_a_stretched_model_is_the_model_within_its_table(family: str) -> None:
+    model = pretrained(family)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    twin = stretched(model, 300)
+    ids = tokens(1, 60)
+    with torch.no_grad():
+        torch.testing.assert_close(twin(ids).logits, model(ids).logits)
+    assert model.config.max_position_embeddings == 96 and twin.config.max_position_embeddings == 300
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    shared = {id(p) for p in model.parameters()} & {id(p) for p in twin.parameters()}
+    assert len(shared) == len(list(model.parameters())) - 1  # all but the table
+    assert stretched(model, 96) is model
+
+
+def test_what_cannot_be_measured_is_refused() -> None:
+    base = pretrained("gpt2")
+    with pytest.raises(ConfigError, match=r"base has fewer learned positions than the 203 .* stretch_positions=True"):
+        cost({"base": base}, (200, 300))
+    with pytest.raises(ConfigError, match="found none"):
+        cost({}, (10,))
+    for lengths in ((), (0, 4)):
+        with pytest.raises(ConfigError, match="lengths must be"):
+            cost({"base": base}, lengths)
+    with pytest.raises(ConfigError, match="timed_tokens must be at least 1, found 0"):
+        decode_cost({"base": base}, (4,), timed_tokens=0)
+
+
+@pytest.mark.parametrize(
+    ("base", "decay", "expected"),
+    [
+        # base grows by 1 from 0 a token, decay is flat at 15: equal at 15, less from 16 on
+        (curve((10, 10), (20, 20), (30, 30)), curve((10, 15), (20, 15), (30, 15)), 16),
+        # the crossing lies between two tokens
+        (curve((10, 10), (20, 20)), curve((10, 14.5), (20, 14.5)), 15),
+        (curve((10, 10), (20, 20)), curve((10, 5), (20, 5)), 10),
+        (curve((10, 10), (20, 20)), curve((10, 25), (20, 25)), None),
+        # less, then more again: only what lasts counts
+        (curve((10, 10), (20, 20), (30, 30), (40, 40)), curve((10, 5), (20, 5), (30, 35), (40, 35)), 36),
+        (curve((10, 10), (20, 20)), curve((10, 5), (20, 20)), None),
+        # equal at a measured length
+        (curve((10, 10), (20, 20)), curve((10, 10), (20, 10)), 11),
+        # measured at different lengths: only those in common count, in whatever order
+        (curve((20, 20), (10, 10)), curve((30, 1), (20, 15), (10, 15), (5, 1)), 16),
+        (curve((10, 10)), curve((20, 5)), None),
+        ([], [], None),
+    ],
+)
+def test_cheaper_from(base: Points, decay: Points, expected: int | None) -> None:
+    assert cheaper_from(base, decay, "seconds") == expected
