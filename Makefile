@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PROJECT := pyproject.toml constraints.txt
 
-.PHONY: quickstart test lint bench
+.PHONY: quickstart test lint bench packaged-model
 
 quickstart: .venv/.installed
 	$(BIN)/fastweights quickstart
@@ -19,13 +19,17 @@ lint: .venv/.installed-test
 bench: .venv/.installed
 	$(BIN)/python benchmarks/cpu.py
 
+# A GPU and BOOKS, a text of books as in benchmarks/packaged_model.py, are needed; it took 8 minutes on one H200.
+packaged-model: .venv/.installed
+	$(BIN)/python benchmarks/packaged_model.py $(BOOKS) --work packaged-model --export fastweights/packaged
+
 .venv/.created:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fastweights needs Python 3.11 or newer: make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
 	touch $@
 
 .venv/.installed: .venv/.created $(PROJECT)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[gguf,peft]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[gguf,peft,plot]'
 	touch $@
 
 .venv/.installed-test: .venv/.created $(PROJECT)

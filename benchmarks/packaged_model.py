@@ -1,9 +1,9 @@
-"""Make the model that is packaged for the quickstart: a tokenizer and a small GPT-2 from scratch, on public-domain books.
+"""Make the model that is packaged for the quickstart: a tokenizer and a small GPT-2, from scratch, on books.
 
-    python benchmarks/packaged_model.py BOOKS --work FOLDER [--size small] [--export fastweights/packaged]
+    python benchmarks/packaged_model.py BOOKS --work FOLDER [--export fastweights/packaged]
 
-BOOKS is a text (.xz) with a line <|endoftext|> between books. Some books are held out; they are packaged, too, to
-recover and to measure the converted model on.
+BOOKS is a text (.xz) of public-domain books, with a line <|endoftext|> between them. Some are held out; they are
+packaged, too, to recover and to measure the converted model on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from fastweights.convert import load, load_tokenizer, save
-from fastweights.recipe import change, load_recipe
+from fastweights.recipe import load_recipe
 from fastweights.train import Task, resume, train
 
 BORDER = "<|endoftext|>\n"
@@ -35,28 +35,24 @@ RECOVERY = (
 )
 VALIDATION = ("# A Room with a View", "# The Invisible Man")
 VOCABULARY, POSITIONS = 2048, 512
-SIZES = {"small": dict(n_layer=4, n_head=4, n_embd=128), "large": dict(n_layer=5, n_head=6, n_embd=192)}
+SIZE = dict(n_layer=4, n_head=4, n_embd=128)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("books", type=Path)
     parser.add_argument("--work", type=Path, required=True, help="folder for the split text, the start and the run")
-    parser.add_argument("--size", choices=SIZES, default="large")
-    parser.add_argument("--tokens", type=int, help="train on this many instead of the recipe's")
     parser.add_argument("--export", type=Path, help="folder to write the finished model and its text to")
     options = parser.parse_args()
     split_books(options.books, options.work)
-    start, run = options.work / f"start-{options.size}", options.work / f"run-{options.size}"
+    start, run = options.work / "start", options.work / "packaged"
     if not start.exists():
-        save(new_model(options.size), start, tokenizer(options.work / "train.txt"))
-    recipe = load_recipe("packaged")
-    recipe = change(recipe, {"finetune.tokens": options.tokens} if options.tokens else {})
+        save(new_model(), start, tokenizer(options.work / "train.txt"))
     text = {"data": str(options.work / "train.txt"), "validation": str(options.work / "validation.txt.xz")}
     if (run / "run.json").is_file():
         resume(run)
     else:
-        train(Task(str(start), recipe=recipe, **text), run)
+        train(Task(str(start), recipe=load_recipe("packaged"), **text), run)
     if options.export:
         export(run / "best", options.work, options.export)
 
@@ -66,7 +62,7 @@ def split_books(books: Path, work: Path) -> None:
     work.mkdir(parents=True, exist_ok=True)
     if (work / "validation.txt.xz").is_file():
         return
-    texts = [book for book in lzma.open(books, "rt", encoding="utf-8").read().split(BORDER) if book.strip()]
+    texts = [book for book in lzma.decompress(books.read_bytes()).decode().split(BORDER) if book.strip()]
     parts = {
         "recovery.txt.xz": [pick(texts, title) for title in RECOVERY],
         "validation.txt.xz": [pick(texts, title) for title in VALIDATION],
@@ -98,13 +94,11 @@ def tokenizer(text: Path) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=end, eos_token=end, model_max_length=POSITIONS)
 
 
-def new_model(size: str) -> GPT2LMHeadModel:
+def new_model() -> GPT2LMHeadModel:
     torch.manual_seed(0)
     no_dropout = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     special = dict(bos_token_id=0, eos_token_id=0)
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=VOCABULARY, n_positions=POSITIONS, **SIZES[size], **no_dropout, **special)
-    )
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_positions=POSITIONS, **SIZE, **no_dropout, **special))
 
 
 def export(checkpoint: Path, work: Path, folder: Path) -> None:

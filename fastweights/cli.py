@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import json
 import os
-import re
-import sys
 import time
-from collections.abc import Callable
-from dataclasses import Field, asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -21,12 +16,10 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from fastweights import __version__
-from fastweights.config import ConfigError, FastWeightsConfig
+from fastweights.config import FastWeightsConfig
+from fastweights.options import parse_numbers, reports_errors, takes_changes, takes_settings
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from fastweights.cache import FastWeightsCache
     from fastweights.describe import Description
 
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
@@ -62,64 +55,6 @@ def _program(
     pass
 
 
-def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """What a user can put right is one line on stderr and exit code 2; anything else is a traceback."""
-
-    @functools.wraps(command)
-    def run(*args: Any, **kwargs: Any) -> None:
-        try:
-            command(*args, **kwargs)
-        except ValueError as error:
-            message = _with_flags(str(error)) if isinstance(error, ConfigError) else str(error)
-            typer.echo(f"error: {' '.join(message.split())}", err=True)
-            raise typer.Exit(2) from error
-
-    return run
-
-
-def _with_flags(message: str) -> str:
-    """The settings that a configuration error speaks of (`name=...`, `name must ...`) as they are typed here."""
-    names = "|".join(f.name for f in fields(FastWeightsConfig))
-    return re.sub(rf"\b({names})(?==| must\b)", lambda found: "--" + found[1].replace("_", "-"), message)
-
-
-def takes_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command an option for every field of FastWeightsConfig; the command gets them as `config`."""
-    settings = fields(FastWeightsConfig)
-
-    @functools.wraps(command)
-    def run(**arguments: Any) -> None:
-        values = {f.name: arguments.pop(f.name) for f in settings}
-        values["layers"] = None if values["layers"] is None else parse_layers(values["layers"])
-        command(config=FastWeightsConfig(**values), **arguments)
-
-    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "config"]
-    run.__signature__ = inspect.Signature([*own, *map(_option, settings)])  # type: ignore[attr-defined]
-    return run
-
-
-def _option(setting: Field) -> inspect.Parameter:
-    is_list = setting.name == "layers"
-    help = FastWeightsConfig.help(setting.name) + (" For example 0,2,5-7." if is_list else "")
-    kind: Any = str | None if is_list else FastWeightsConfig.type_of(setting.name)
-    annotation = Annotated[kind, typer.Option(help=help)]
-    return inspect.Parameter(
-        setting.name, inspect.Parameter.KEYWORD_ONLY, default=setting.default, annotation=annotation
-    )
-
-
-def parse_layers(text: str) -> tuple[int, ...]:
-    """The layer numbers in a list such as 0,2,5-7."""
-    layers: list[int] = []
-    for part in text.split(","):
-        ends = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
-        numbers = range(int(ends[1]), int(ends[2] or ends[1]) + 1) if ends else ()
-        if not numbers:
-            raise ConfigError(f"layers must be numbers and ranges from low to high such as 0,2,5-7, found {text!r}")
-        layers.extend(numbers)
-    return tuple(layers)
-
-
 @app.command()
 @reports_errors
 @takes_settings
@@ -142,6 +77,7 @@ def convert(
         pretrained, tokenizer = load(model, dtype=dtype), load_tokenizer(model)
         status.update("converting")
         converted = converter(pretrained, config)
+        converted.config.fastweights_base = str(Path(model).resolve()) if Path(model).exists() else model
         status.update(f"saving to {escape(str(output))}")
         converted.save_pretrained(folder)
         if tokenizer is not None:
@@ -197,53 +133,260 @@ def generate(
     """Continue a text. Decodes greedily unless a sampling option is given, and prints the new text as it comes."""
     from transformers import TextStreamer, set_seed
 
-    options = {"max_new_tokens": max_new_tokens, "num_beams": num_beams, **_sampling(temperature, top_k, top_p, seed)}
+    from fastweights.generate import (
+        continue_text,
+        memory_used,
+        prompt_tokens,
+        sampling_options,
+        start_state,
+        state_after,
+    )
+
+    options = {
+        "max_new_tokens": max_new_tokens,
+        "num_beams": num_beams,
+        **sampling_options(temperature, top_k, top_p, seed),
+    }
     if save_state is not None and (save_state.is_dir() or not save_state.parent.is_dir()):
         raise ValueError(f"--save-state {save_state} cannot be written: give a file name in a folder that exists")
     with Console(stderr=True).status(f"loading {escape(str(folder))}"):
         model, tokenizer = _load_with_tokenizer(folder, dtype, _usable(device))
-    state = _start_state(model, folder, load_state, save_state)
-    prompt_ids = _prompt_ids(tokenizer, prompt, continues=load_state is not None).to(model.device)
+    state = start_state(model, folder, load_state, save_state)
+    prompt_ids = prompt_tokens(tokenizer, prompt, continues=load_state is not None).to(model.device)
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if num_beams == 1 else None
     if seed is not None:
         set_seed(seed)
     started = time.perf_counter()
-    ids, cache = _continue(model, prompt_ids, state, streamer=streamer, **options)
+    ids, cache = continue_text(model, prompt_ids, state, streamer=streamer, **options)
     seconds = time.perf_counter() - started
     new_ids = ids[0, prompt_ids.shape[1] :]
     if streamer is None:
         typer.echo(tokenizer.decode(new_ids, skip_special_tokens=True))
     if save_state is not None and state is not None:
-        _state_after(model, state, cache, ids).save(save_state, model)
-    typer.echo(f"{len(new_ids)} tokens, {len(new_ids) / seconds:.1f} tokens/s, {_memory_used(cache)}", err=True)
+        state_after(model, state, cache, ids).save(save_state, model)
+    typer.echo(f"{len(new_ids)} tokens, {len(new_ids) / seconds:.1f} tokens/s, {memory_used(cache)}", err=True)
+
+
+@app.command()
+@reports_errors
+@takes_changes
+def train(
+    changes: dict[str, Any],
+    model: Annotated[str | None, typer.Argument(metavar="[DIR]", help="Folder of a saved model.")] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="Text to train on: a file (text, JSON lines, parquet; .xz, .gz), a folder, or hf:NAME."),
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="New folder for the run.")] = None,
+    recipe: Annotated[str, typer.Option(help="Name of a shipped recipe (paper, distill), or a YAML file.")] = "distill",
+    validation: Annotated[str | None, typer.Option(help="Text to validate on, as --data.")] = None,
+    teacher: Annotated[
+        str | None, typer.Option(help="The unconverted model; by default the one that DIR was converted from.")
+    ] = None,
+    change: Annotated[
+        list[str], typer.Option("--set", help="Change a stage: LOSS.NAME=VALUE, such as distill.tokens=1000000.")
+    ] = [],  # noqa: B006 (typer makes a new one)
+    text_field: Annotated[str, typer.Option(help="Field of JSON lines and data sets that holds the text.")] = "text",
+    limit: Annotated[int | None, typer.Option(min=1, help="Tokens to read of the data, at most.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, or by default a GPU where there is one.")] = None,
+    shard: Annotated[
+        bool, typer.Option("--shard", help="Shard the model over the processes of torchrun (FSDP2).")
+    ] = False,
+    report_to: Annotated[str | None, typer.Option(help="Tracker of accelerate: tensorboard, wandb, ...")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder, as it was begun.")] = None,
+) -> None:
+    """Train a converted model back to its old quality. Killed at any moment, a run goes on with --resume."""
+    from transformers.utils import logging
+
+    from fastweights.recipe import change as changed
+    from fastweights.recipe import load_recipe, parse_changes
+    from fastweights.train import Task
+    from fastweights.train import resume as resume_training
+    from fastweights.train import train as start_training
+
+    logging.disable_progress_bar()
+    if resume is not None:
+        if model or data or output or changes or change:
+            raise ValueError("--resume goes on with a run as it was begun: give it alone")
+        result, folder = resume_training(resume), resume
+    else:
+        if model is None or data is None or output is None:
+            missing = [n for n, v in (("DIR", model), ("--data", data), ("--output", output)) if v is None]
+            raise ValueError(f"{', '.join(missing)} missing: fastweights train DIR --data TEXT -o FOLDER")
+        made = changed(load_recipe(recipe), changes | parse_changes(change))
+        data, validation, teacher = (_absolute(source) for source in (data, validation, teacher))
+        task = Task(
+            model=str(_absolute(model)),
+            data=str(data),
+            recipe=made,
+            teacher=teacher,
+            validation=validation,
+            text_field=text_field,
+            limit=limit,
+            device=device,
+            shard=shard,
+            report_to=report_to,
+        )
+        result, folder = start_training(task, output), output
+    _print_training(result, folder)
+
+
+def _absolute(source: str | None) -> str | None:
+    """A run may be resumed from another folder."""
+    return str(Path(source).resolve()) if source is not None and Path(source).exists() else source
+
+
+def _print_training(result: dict[str, Any], folder: Path) -> None:
+    console = Console()
+    if os.environ.get("RANK", "0") != "0":
+        return
+    best, base = result["best"], result["base"]
+    if best is not None:
+        ratio = "" if base is None else f", {best['perplexity'] / base['perplexity']:.3f} times the base's"
+        console.print(f"validation perplexity {best['perplexity']:,.2f}{ratio}", highlight=False)
+    chosen = folder / ("best" if best is not None else "last")
+    console.print(
+        f"{result['tokens']:,} tokens in {result['seconds']:,.0f} s; model: {chosen}; result: {folder / 'result.json'}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+@app.command("eval")
+@reports_errors
+def evaluate(
+    models: Annotated[
+        list[str],
+        typer.Argument(metavar="MODEL...", help="Models: folders, hub ids, GGUF files; the base first."),
+    ],
+    data: Annotated[list[str], typer.Option(help="Text for perplexity; may be given again.")] = [],  # noqa: B006
+    length: Annotated[int, typer.Option(help="Tokens of a window.")] = 1024,
+    context: Annotated[str, typer.Option(help="Tokens of a window that are seen and not scored, such as 0,480.")] = "0",
+    by_position: Annotated[bool, typer.Option("--by-position", help="Loss by position in the window.")] = False,
+    position_length: Annotated[int | None, typer.Option(help="Window of --by-position; by default --length.")] = None,
+    recall: Annotated[bool, typer.Option("--recall", help="Recall of pairs and copying, by distance.")] = False,
+    tasks: Annotated[str, typer.Option(help="lm-eval tasks, such as lambada,hellaswag.")] = "",
+    task_folder: Annotated[
+        Path | None, typer.Option(help="Folder with the tasks' JSON lines; by default lm-eval downloads them.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Items of each task, at most.")] = None,
+    text_field: Annotated[str, typer.Option(help="Field of JSON lines and data sets that holds the text.")] = "text",
+    batch_size: Annotated[int, typer.Option(help="Windows at once.")] = 8,
+    device: Annotated[str | None, typer.Option(help="Device to run on; by default a GPU where there is one.")] = None,
+    dtype: Annotated[Dtype, typer.Option(help=DTYPE_HELP)] = "auto",
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON file for the result.")] = None,
+) -> None:
+    """Measure models and compare them: perplexity, recall, lm-eval tasks."""
+    from transformers.utils import logging
+
+    from fastweights.evaluate import evaluate as measure
+    from fastweights.provenance import write_result
+    from fastweights.sources import read_text
+
+    logging.disable_progress_bar()
+    contexts = parse_numbers("--context", context)
+    texts = {Path(source).name: read_text(source, text_field) for source in data}
+    usable = _usable(device)
+    with Console(stderr=True).status("loading"):
+        loaded = {name: _load_any(name, dtype, usable) for name in models}
+    result = measure(
+        {_short(name, models): pair for name, pair in loaded.items()},
+        data=texts,
+        length=length,
+        contexts=contexts,
+        tasks=[task for task in tasks.split(",") if task],
+        recall=recall,
+        by_position=by_position,
+        position_length=position_length,
+        limit=limit,
+        task_folder=task_folder,
+        batch_size=batch_size,
+    )
+    _print_tables(result)
+    if output is not None:
+        write_result(output, result)
+
+
+def _short(name: str, names: list[str]) -> str:
+    """A model's name without its folder, where that tells it apart."""
+    return Path(name).name if len({Path(other).name for other in names}) == len(names) else name
+
+
+def _load_any(model: str, dtype: str, device: str) -> tuple[Any, Any]:
+    from fastweights.convert import load, load_tokenizer
+
+    return load(model, dtype=dtype).to(device).eval(), load_tokenizer(model)
+
+
+def _print_tables(result: dict[str, Any]) -> None:
+    from fastweights.report import tables_of
+
+    console = Console()
+    for table in tables_of(result):
+        shown = Table(
+            *(Column(h, justify="left" if i < table.names else "right") for i, h in enumerate(table.header)), box=None
+        )
+        for row in table.rows:
+            shown.add_row(*map(escape, row))
+        console.print(shown, "")
+
+
+@app.command()
+@reports_errors
+def profile(
+    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Models to compare; base first.")],
+    lengths: Annotated[str, typer.Option(help="Text lengths, in tokens.")] = "256,1024,4096,16384",
+    device: Annotated[str | None, typer.Option(help="Device to run on; by default a GPU where there is one.")] = None,
+    dtype: Annotated[Dtype, typer.Option(help=DTYPE_HELP)] = "auto",
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON file for the result.")] = None,
+) -> None:
+    """Time and memory of one more token after texts of several lengths."""
+    from transformers.utils import logging
+
+    from fastweights.profiling import decode_cost
+    from fastweights.provenance import write_result
+
+    logging.disable_progress_bar()
+    usable = _usable(device)
+    loaded = {_short(name, models): _load_any(name, dtype, usable)[0] for name in models}
+    result = decode_cost(loaded, parse_numbers("--lengths", lengths), stretch_positions=True)
+    _print_tables(result)
+    if output is not None:
+        write_result(output, result)
+
+
+@app.command()
+@reports_errors
+def report(
+    results: Annotated[list[Path], typer.Argument(metavar="RESULT...", help="JSON files of train, eval, profile.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for report.md and report.html.")] = Path(
+        "report"
+    ),
+    title: Annotated[str | None, typer.Option(help="Title of the page.")] = None,
+    card: Annotated[Path | None, typer.Option(help="Also write a model card into this saved model's folder.")] = None,
+) -> None:
+    """Turn results into a page with tables and plots, and into a model card for the hub."""
+    from fastweights.report import make_report, write_model_card
+
+    typer.echo(str(make_report(results, output, title=title)))
+    if card is not None:
+        typer.echo(str(write_model_card(results, card)))
 
 
 @app.command()
 @reports_errors
 def quickstart(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the models.")] = Path("quickstart-output"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for what is made.")] = Path(
+        "quickstart-output"
+    ),
 ) -> None:
-    """Convert a small model, generate from it, and measure time and memory for a token at several text lengths."""
+    """The whole story on a small packaged model: convert it, train it back, measure it, report."""
     from transformers.utils import logging
 
     from fastweights.quickstart import run
 
     logging.disable_progress_bar()
-    console = Console()
-    run(output, console)
-    program = sys.argv[0] if Path(sys.argv[0]).name == "fastweights" else "fastweights"
-    console.print(f"next: {program} info {output / 'decay'}", f"or: {program} convert --help", sep="\n")
-
-
-def _sampling(temperature: float | None, top_k: int | None, top_p: float | None, seed: int | None) -> dict[str, Any]:
-    """What was asked for and nothing else: transformers' own default would be the 50 likeliest tokens."""
-    if temperature is not None and temperature <= 0:
-        raise ValueError(f"--temperature must be above 0, found {temperature}: leave it out to decode greedily")
-    asked = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    sampling = {name: value for name, value in asked.items() if value is not None}
-    if not sampling and seed is None:
-        return {"do_sample": False}
-    return {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0} | sampling
+    run(output, Console())
 
 
 def _usable(device: str | None) -> str:
@@ -270,54 +413,3 @@ def _load_with_tokenizer(folder: Path, dtype: str, device: str) -> tuple[Any, An
     if tokenizer is None:
         raise ValueError(f"{folder} has no tokenizer: save the model's there with tokenizer.save_pretrained")
     return load(folder, dtype=dtype).to(device).eval(), tokenizer
-
-
-def _start_state(model: Any, folder: Path, load: Path | None, save: Path | None) -> FastWeightsCache | None:
-    """The state before the prompt; None for a model that has none."""
-    from fastweights.cache import FastWeightsCache
-    from fastweights.models import FastWeightsMixin
-
-    if isinstance(model, FastWeightsMixin):
-        return FastWeightsCache(model.config) if load is None else FastWeightsCache.load(load, model)
-    if load is not None or save is not None:
-        flag = "--save-state" if load is None else "--load-state"
-        raise ValueError(f"{flag} needs a converted model, and {folder} is an ordinary one: run fastweights convert")
-    return None
-
-
-def _prompt_ids(tokenizer: Any, prompt: str, continues: bool) -> Tensor:
-    """Tokens [1,T] of the prompt; in the middle of a text nothing marks a beginning."""
-    text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
-    ids = tokenizer(text, return_tensors="pt", add_special_tokens=not continues).input_ids
-    if ids.shape[1] == 0:
-        raise ValueError("--prompt is empty: give at least one character to continue from")
-    return ids
-
-
-def _continue(model: Any, prompt_ids: Tensor, state: FastWeightsCache | None, **options: Any) -> tuple[Tensor, Any]:
-    """The prompt's tokens and the new ones, and the cache generate ended with; `state` itself is left alone."""
-    import torch
-
-    if state is None:
-        return model.generate(prompt_ids, attention_mask=torch.ones_like(prompt_ids), **options), None
-    cache, mask = state.fork(options["num_beams"]), state.mask_for(prompt_ids)
-    return model.generate(prompt_ids, attention_mask=mask, past_key_values=cache, **options), cache
-
-
-def _state_after(model: Any, before: FastWeightsCache, last: FastWeightsCache, ids: Tensor) -> FastWeightsCache:
-    """The state that has seen all of `ids`. generate never takes in its last token, and leaves a state for each beam,
-    in which case the text is read again from the start."""
-    import torch
-
-    state = last if last.batch_size == 1 else before
-    unseen = ids[:, int(state.seen - before.seen) :]
-    with torch.no_grad():
-        model(unseen, past_key_values=state, attention_mask=state.mask_for(unseen))
-    return state
-
-
-def _memory_used(cache: FastWeightsCache | None) -> str:
-    if cache is None:
-        return "no state (not converted)"
-    grown = f" and {cache.attention_nbytes:,} bytes of keys and values" if cache.kept else ""
-    return f"state {cache.nbytes:,} bytes{grown}"

@@ -244,7 +244,8 @@ def _initialize_gates(rule: RecurrentAttention, generator: torch.Generator) -> N
         z = uniform_gate((states, d), d, generator)
         if log:
             z = torch.full((states, d), math.log(OPEN_GATE_FACTOR * config.train_length))
-            _scale_keys(rule, (-f).sigmoid())
+            assert rule.key_scale is not None
+            rule.key_scale.copy_((-f).sigmoid())
         else:
             _scale_rows(projections.v_proj, (-z).sigmoid())
         _set_bias(rule, "f", f)
@@ -281,23 +282,6 @@ def _scale_rows(linear: nn.Linear, factors: Tensor) -> None:
     linear.weight.mul_(rows[:, None] if rows.numel() > 1 else rows)
     if linear.bias is not None:
         linear.bias.mul_(rows)
-
-
-def _scale_keys(rule: RecurrentAttention, factors: Tensor) -> None:
-    """Scale each key feature [S,m]: in the norm or projection that makes it, or, where a feature map stands between,
-    all alike in the values."""
-    projections = rule.projections
-    if rule.config.feature_map != "none":
-        d = projections.v_proj.out_features // projections.states
-        _scale_rows(projections.v_proj, factors.mean(1, keepdim=True).expand(-1, d))
-        return
-    after_norm = 0
-    if projections.k_norm is not None:
-        after_norm = projections.k_norm.weight.shape[1]
-        projections.k_norm.weight.mul_(factors[:, :after_norm].to(projections.k_norm.weight))
-    factors = factors.clone()
-    factors[:, :after_norm] = 1
-    _scale_rows(projections.k_proj, factors)
 
 
 def _match_value_size(norm: HeadNorm, weights: AttentionWeights) -> None:

@@ -135,6 +135,8 @@ class LocalAttention(nn.Module):
 class RecurrentAttention(nn.Module):
     """A rule with its projections, feature map and gates."""
 
+    key_scale: Tensor | None
+
     def __init__(self, shape: AttentionShape, config: FastWeightsConfig) -> None:
         super().__init__()
         self.config = config
@@ -150,6 +152,7 @@ class RecurrentAttention(nn.Module):
             }
         )
         self.output_norm = HeadNorm(shape.heads, shape.head_dim) if config.output_norm else None
+        self.register_buffer("key_scale", torch.ones(states, config.m) if scales_keys(config) else None)
 
     def forward(self, x: Tensor, rotary: Any, info: SequenceInfo, slot: Any) -> Tensor:
         config = self.config
@@ -157,6 +160,8 @@ class RecurrentAttention(nn.Module):
         q, k = self.feature_map(q), self.feature_map(k)
         if config.normalizes_sum:
             q, k = sum_normalize(q), sum_normalize(k)
+        if self.key_scale is not None:
+            k = k * self.key_scale.to(k.dtype)
         y, state = ops.apply(
             config.rule,
             q,
@@ -178,6 +183,12 @@ class RecurrentAttention(nn.Module):
             logit = self.gates[name](x)
             logits.append(logit if width == "1" else logit.unflatten(-1, (self.projections.states, -1)))
         return tuple(logits)
+
+
+def scales_keys(config: FastWeightsConfig) -> bool:
+    """Log gates keep what they let in for very different times, so keys are scaled down by theirs: by constants, not in
+    the projection, where an optimizer's steps would be as large for the small rows as for the others."""
+    return config.rule == "decay" and config.gate_init == "log"
 
 
 def kept_planes(shape: AttentionShape, config: FastWeightsConfig) -> int:

@@ -65,23 +65,31 @@ def _reorder(x: Tensor, order: Tensor) -> Tensor:
 def _banded_softmax(
     q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, document: Tensor, window: int, softcap: float | None
 ) -> Tensor:
-    """Blocks of w queries against the 2 w - 1 keys they can see: the work grows with T * w."""
+    """Blocks of w queries against the 2 w keys of their own block and the one before: the work grows with T * w."""
     length, block = q.shape[1], min(window, q.shape[1])
     missing = -length % block
-    span = block + window - 1
-    keys, values = (F.pad(x, (0, 0, 0, 0, 0, missing)).unfold(1, span, block) for x in (keys, values))
-    seen, document = (F.pad(x, (0, missing)).unfold(1, span, block) for x in (seen, document))
-    q = F.pad(q, (0, 0, 0, 0, 0, missing)).unflatten(1, (-1, block)).unflatten(3, (keys.shape[2], -1))
+    keys, values, seen, document = (_spans(x, window, missing) for x in (keys, values, seen, document))
+    q = F.pad(q, (0, 0, 0, 0, 0, missing)).unflatten(1, (-1, block)).unflatten(3, (keys.shape[3], -1))
 
-    logits = torch.einsum("bnihgd,bnhdj->bnhgij", q, keys)
+    logits = torch.einsum("bnihgd,bnjhd->bnhgij", q, keys)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    rows, columns = torch.arange(block, device=q.device)[:, None], torch.arange(span, device=q.device)
-    near = (columns >= rows) & (columns < rows + window)
-    same = document[..., window - 1 :, None] == document[..., None, :]
-    itself = columns == rows + window - 1
+    rows, columns = torch.arange(block, device=q.device)[:, None], torch.arange(block + window, device=q.device)
+    near = (columns > rows) & (columns <= rows + window)
+    same = document[..., window:, None] == document[..., None, :]
+    itself = columns == rows + window
     visible = (near & seen[:, :, None, :] & same) | itself
     weights = logits.masked_fill(~visible[:, :, None, None], float("-inf")).softmax(-1).to(values.dtype)
-    y = torch.einsum("bnhgij,bnhdj->bnihgd", weights, values)
+    y = torch.einsum("bnhgij,bnjhd->bnihgd", weights, values)
     return y.flatten(3, 4).flatten(1, 2)[:, :length]
+
+
+def _spans(x: Tensor, window: int, missing: int) -> Tensor:
+    """What the queries of each block can see, [B,w-1+T,...] -> [B,n,w+block,...]. Blocks side by side, since the
+    gradient of overlapping views (unfold) is slow."""
+    x = F.pad(x, (0, 0) * (x.ndim - 2) + (1, missing))
+    if x.shape[1] <= 2 * window:
+        return x[:, None]
+    blocks = x.unflatten(1, (-1, window))
+    return torch.cat([blocks[:, :-1], blocks[:, 1:]], dim=2)

@@ -10,14 +10,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fastweights.losses import converted_layers
-from fastweights.recipe import Recipe, RecipeError, Stage
+from fastweights.recipe import Recipe, RecipeError, Stage, Stopped
 
 # A run's loss is its mean over this many steps when it is asked whether it diverges.
 WATCHED_STEPS = 20
 
 
-class Diverged(Exception):
+class Diverged(Stopped):
     """A run whose loss is lost for good."""
+
+    exit_code = 3
 
 
 class DivergenceWatch:

@@ -1,11 +1,12 @@
-"""The quickstart: convert a small model in front of the user and measure what that changes.
+"""The quickstart: the whole story on the packaged model, in front of the user, on a CPU, in minutes.
 
-The model is a GPT-2 with random weights, so its text is noise; times and sizes are real.
+The model (fastweights/packaged) is a GPT-2 of 1.1 million parameters, pretrained on public-domain books by
+benchmarks/packaged_model.py; beside it lies text of books that it has not seen, to recover and to measure on.
 """
 
 from __future__ import annotations
 
-import statistics
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -13,97 +14,138 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import track
 from rich.table import Column, Table
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from fastweights.cache import FastWeightsCache
+from fastweights import checkpoint as saved
 from fastweights.config import FastWeightsConfig
-from fastweights.convert import convert, save
+from fastweights.convert import convert, load, load_tokenizer, save
+from fastweights.describe import describe
+from fastweights.display import Display
+from fastweights.evaluate import evaluate
+from fastweights.profiling import decode_cost
 from fastweights.provenance import write_result
+from fastweights.recipe import Recipe, load_recipe
+from fastweights.report import make_report
+from fastweights.sources import read_text
+from fastweights.train import Task, resume, train
 
-LENGTHS = (256, 1024, 4096, 16384)
-TIMED_TOKENS = 16
-PROMPT = "Every new token costs the same"
-
-
-def run(folder: Path, console: Console) -> dict[int, dict[str, dict[str, float]]]:
-    """Convert, save, load, generate, measure; returns seconds and bytes by length and model."""
-    torch.manual_seed(0)
-    tokenizer = byte_tokenizer()
-    base = GPT2LMHeadModel(
-        GPT2Config(
-            n_layer=6, n_head=6, n_embd=384, vocab_size=len(tokenizer), n_positions=LENGTHS[-1] + TIMED_TOKENS + 1
-        )
-    ).eval()
-    settings = FastWeightsConfig(rule="decay", m=32)
-    console.print(f"[bold]1.[/] a GPT-2 with random weights: {base.num_parameters():,} parameters, softmax attention")
-    save(base, folder / "base", tokenizer, overwrite=True)
-    save(
-        convert(AutoModelForCausalLM.from_pretrained(folder / "base"), settings),
-        folder / "decay",
-        tokenizer,
-        overwrite=True,
-    )
-    converted = AutoModelForCausalLM.from_pretrained(folder / "decay").eval()
-    console.print(f"[bold]2.[/] fast weights in its place (decay, m = 32): saved in {folder / 'decay'}")
-    console.print("[bold]3.[/] both continue a prompt (random weights: noise)")
-    for name, model in (("attention", base), ("decay", converted)):
-        console.print(f"   {name:9}", repr(sample(model, tokenizer)), markup=False, highlight=False)
-    console.print("[bold]4.[/] one more token after a text of this many:")
-    measured = {}
-    for length in track(LENGTHS, "   measuring", console=console, transient=True):
-        measured[length] = {"attention": measure(base, length), "decay": measure(converted, length)}
-    console.print(table(measured))
-    what = "median seconds of one token after a text, and bytes kept of it, on a GPT-2 with random weights"
-    write_result(folder / "result.json", {"what": what, "seed": 0, "tokens": TIMED_TOKENS, "measured": measured})
-    return measured
+PACKAGED = Path(__file__).parent / "packaged"
+RECOVERY_TEXT, VALIDATION_TEXT = PACKAGED / "recovery.txt.xz", PACKAGED / "validation.txt.xz"
+WINDOW = 512
+# Characters of the validation books that are measured on: about 90,000 tokens.
+MEASURED_CHARACTERS = 260_000
+SETTINGS = FastWeightsConfig(rule="decay", m=32, gate_init="log", train_length=WINDOW, positions="clamp")
+PROMPT = "It was a dark evening, and the old man"
+BASE, SWAPPED, TRAINED = "base", "after the swap", "after training"
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each byte."""
-    alphabet = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(alphabet, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+def run(folder: Path, console: Console, recipe: Recipe | None = None) -> dict[str, Any]:
+    """Measure, swap, measure, train, measure, generate, report; returns the result that is written beside the rest."""
+    began = time.perf_counter()
+    recipe = recipe or load_recipe("quickstart")
+    tokenizer = load_tokenizer(PACKAGED)
+    base = load(PACKAGED, dtype=torch.float32).eval()
+    _say(console, 1, f"a GPT-2 of {base.num_parameters():,} parameters, pretrained on books: softmax attention")
+    swapped = convert(load(PACKAGED, dtype=torch.float32), SETTINGS).eval()
+    swapped.config.fastweights_base = str(PACKAGED)
+    save(swapped, folder / "swapped", tokenizer, overwrite=True)
+    _say(console, 2, "its attention swapped for the decay rule, m = 32; on books that it has not seen:")
+    quality = _measure({BASE: base, SWAPPED: swapped}, tokenizer)
+    console.print(_table(quality, {BASE: base, SWAPPED: swapped}), "")
+    _say(console, 3, f"training it back, {_tokens(recipe):,} tokens (attention transfer, then distillation):")
+    training = _train(folder, recipe, console)
+    trained = load(folder / "training" / "best", dtype=torch.float32).eval()
+    quality["models"] += _measure({TRAINED: trained}, tokenizer)["models"]
+    quality |= {"tokens": sum(part["tokens"] for model in quality["models"] for part in model["perplexity"])}
+    console.print("", _table(quality, {BASE: base, SWAPPED: swapped, TRAINED: trained}), "")
+    _say(console, 4, "both go on from the same words:")
+    for name, model in ((BASE, base), (TRAINED, trained)):
+        console.print(f"   [bold]{name}:[/] ", end="")
+        console.print(_sample(model, tokenizer), markup=False, highlight=False)
+    _say(console, 5, "one more token after a text of this many:")
+    cost = decode_cost({BASE: base, "decay": trained}, stretch_positions=True)
+    console.print(_costs(cost), "")
+    result = _write(folder, quality, cost, training, time.perf_counter() - began)
+    _say(console, 6, f"the report: {folder / 'report' / 'report.html'}")
+    console.print(f"   the model: {folder / 'training' / 'best'} ({result['seconds']:.0f} s in all)", highlight=False)
+    return result
 
 
-def sample(model: Any, tokenizer: Any) -> str:
+def _say(console: Console, number: int, text: str) -> None:
+    console.print(f"[bold]{number}.[/] {text}", highlight=False)
+
+
+def _tokens(recipe: Recipe) -> int:
+    return sum(recipe.steps_of(stage) * recipe.batch_tokens for stage in recipe.stages)
+
+
+def _measure(models: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    text = read_text(VALIDATION_TEXT)[:MEASURED_CHARACTERS]
+    pairs = {name: (model, tokenizer) for name, model in models.items()}
+    measured = SWAPPED not in models
+    return evaluate(pairs, data={"two unseen books": text}, length=WINDOW, recall=measured, by_position=True)
+
+
+def _train(folder: Path, recipe: Recipe, console: Console) -> dict[str, Any]:
+    """A quickstart that was interrupted goes on where it was; one that is run again starts again."""
+    target, display = folder / "training", Display(console=console)
+    if (target / saved.RUN).is_file() and not (target / saved.RESULT).is_file():
+        return resume(target, display=display)
+    shutil.rmtree(target, ignore_errors=True)
+    task = Task(str(folder / "swapped"), str(RECOVERY_TEXT), recipe, validation=str(VALIDATION_TEXT))
+    return train(task, target, display=display)
+
+
+def _perplexity(quality: dict[str, Any], name: str) -> float:
+    return next(model["perplexity"][0]["token"] for model in quality["models"] if model["name"] == name)
+
+
+def _table(quality: dict[str, Any], models: dict[str, Any]) -> Table:
+    """Quality, size, and what is kept of a text, for each model measured."""
+    headers = ("perplexity", "× base", "parameters", "kept after 1,024 tokens", "after 65,536")
+    table = Table("model", *(Column(header, justify="right") for header in headers), box=None)
+    for name, model in models.items():
+        perplexity, described = _perplexity(quality, name), describe(model)
+        kept = [decimal(row.here) for row in described.memory]
+        ratio = perplexity / _perplexity(quality, BASE)
+        table.add_row(name, f"{perplexity:,.2f}", f"{ratio:,.3f}", f"{described.parameters:,}", kept[0], kept[-1])
+    return table
+
+
+def _sample(model: Any, tokenizer: Any) -> str:
     ids = tokenizer(PROMPT, return_tensors="pt").input_ids
     torch.manual_seed(0)
-    made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=True, pad_token_id=0)
-    return tokenizer.decode(made[0])
+    options = dict(do_sample=True, temperature=0.7, top_k=50, max_new_tokens=60, pad_token_id=tokenizer.eos_token_id)
+    made = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    return " ".join(tokenizer.decode(made[0], skip_special_tokens=True).split())
 
 
-@torch.no_grad()
-def measure(model: Any, length: int) -> dict[str, float]:
-    """Median seconds of a token after `length` others, and the bytes the model keeps of them."""
-    cache: Any = None
-    for piece in torch.zeros(1, length, dtype=torch.long).split(1024, dim=1):
-        cache = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
-    size = cache.nbytes if isinstance(cache, FastWeightsCache) else kv_bytes(cache)
-    seconds = []
-    for _ in range(TIMED_TOKENS):
-        began = time.perf_counter()
-        model(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache, use_cache=True)
-        seconds.append(time.perf_counter() - began)
-    return {"seconds": statistics.median(seconds), "bytes": size}
+def _costs(cost: dict[str, Any]) -> Table:
+    headers = ("tokens", *(f"{model['name']}: {what}" for model in cost["models"] for what in ("time", "memory")))
+    table = Table(*(Column(header, justify="right") for header in headers), box=None)
+    for points in zip(*(model["points"] for model in cost["models"]), strict=True):
+        cells = [cell for p in points for cell in (f"{1e3 * p['seconds']:.1f} ms", decimal(int(p["bytes"])))]
+        table.add_row(f"{points[0]['length']:,}", *cells)
+    return table
 
 
-def kv_bytes(cache: DynamicCache) -> int:
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-
-
-def table(measured: dict[int, dict[str, dict[str, float]]]) -> Table:
-    headers = ("tokens", "attention: time", "memory", "decay: time", "memory")
-    shown = Table(*(Column(header, justify="right") for header in headers), box=None)
-    for length, models_ in measured.items():
-        cells = [
-            text
-            for name in ("attention", "decay")
-            for text in (f"{1e3 * models_[name]['seconds']:.1f} ms", decimal(int(models_[name]["bytes"])))
-        ]
-        shown.add_row(f"{length:,}", *cells)
-    return shown
+def _write(
+    folder: Path, quality: dict[str, Any], cost: dict[str, Any], training: dict[str, Any], seconds: float
+) -> dict[str, Any]:
+    write_result(folder / "evaluation.json", quality)
+    write_result(folder / "cost.json", cost)
+    parts = [folder / "training" / saved.RESULT, folder / "evaluation.json", folder / "cost.json"]
+    make_report(parts, folder / "report", title="The quickstart: a small GPT-2 becomes recurrent")
+    perplexity = {name: _perplexity(quality, name) for name in (BASE, SWAPPED, TRAINED)}
+    result = {
+        "what": "the packaged model converted to decay, m 32, and trained back on unseen books",
+        "seed": training["seed"],
+        "tokens": training["tokens"],
+        "perplexity": perplexity,
+        "ratio": perplexity[TRAINED] / perplexity[BASE],
+        "training_seconds": training["seconds"],
+        "seconds": seconds,
+        "cost": [{name: model[name] for name in ("name", "points")} for model in cost["models"]],
+    }
+    write_result(folder / "result.json", result)
+    return result

@@ -19,6 +19,12 @@ class RecipeError(ValueError):
     """A recipe that says something undefined, with where and why."""
 
 
+class Stopped(Exception):
+    """A run that ended before its end, and left a checkpoint."""
+
+    exit_code = 1
+
+
 def _setting(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
     return field(default=default, metadata={"help": help, "choices": choices})
 
@@ -122,6 +128,7 @@ class Recipe:
     )
     precision: str = _setting("auto", "Arithmetic of the model; auto is bfloat16 on a GPU, else float32.", PRECISIONS)
     gradient_checkpointing: bool = _setting(False, "Recompute activations instead of keeping them: slower, smaller.")
+    compile: bool = _setting(False, "Compile the model with torch.compile: minutes at the start, faster steps after.")
     dropout: bool = _setting(False, "Keep the model's own dropout while training.")
     lora: int = _setting(
         0, "Train low-rank updates of this rank on the projections, and the new parameters; 0 for all."

@@ -25,7 +25,7 @@ from fastweights.display import Display
 from fastweights.families import Family, family_of
 from fastweights.losses import Batch, next_token_logits
 from fastweights.models import CheckpointError, FastWeightsMixin
-from fastweights.recipe import Recipe, Stage
+from fastweights.recipe import Recipe, Stage, Stopped
 
 VALIDATION_BATCH_TOKENS = 8_192
 
@@ -34,11 +34,11 @@ class TrainingError(ValueError):
     """A run that cannot start or go on, with what to change."""
 
 
-class Interrupted(Exception):
+class Interrupted(Stopped):
     """A run that was asked to stop, and saved a checkpoint first."""
 
     def __init__(self, folder: Path, number: int) -> None:
-        self.number = number
+        self.exit_code = 128 + number
         super().__init__(f"stopped by {signal.Signals(number).name}; go on with: {resume_command(folder)}")
 
 

@@ -101,6 +101,8 @@ class _StageRun:
             self._fit()
         self.lora = self._add_lora() if self.recipe.lora else None
         set_mode(self.student, self.recipe, stage)
+        if self.recipe.compile:
+            self.student.compile()
         trainee = Trainee(self.student, run.teacher, stage, recompute=self.recipe.gradient_checkpointing)
         self.module = self._distribute(trainee.to(run.device))
         self.names = {parameter: name for name, parameter in self.student.named_parameters()}

@@ -17,10 +17,10 @@ from tiny import pretrained
 
 import fastweights
 from fastweights.cache import FastWeightsCache
-from fastweights.cli import parse_layers
 from fastweights.config import ConfigError, FastWeightsConfig
 from fastweights.convert import load, load_tokenizer
 from fastweights.models import FastWeightsMixin
+from fastweights.options import parse_layers
 
 
 def settings_of(folder: Path) -> FastWeightsConfig:

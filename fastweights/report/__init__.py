@@ -5,8 +5,8 @@ Files, each importing only from those before it: results (reading; numbers in wo
 plots (SVG), parts (what tables and plots share), quality, cost, training (contents), build (the page), card.
 """
 
-from fastweights.report.build import compare_curves, make_report
+from fastweights.report.build import compare_curves, make_report, tables_of
 from fastweights.report.card import model_card, write_model_card
 from fastweights.report.results import ReportError
 
-__all__ = ["ReportError", "compare_curves", "make_report", "model_card", "write_model_card"]
+__all__ = ["ReportError", "compare_curves", "make_report", "model_card", "tables_of", "write_model_card"]

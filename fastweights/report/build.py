@@ -8,10 +8,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastweights.report.cost import cost_blocks, winnings
+from fastweights.report.cost import cost_plots, cost_tables, winnings
 from fastweights.report.page import Bullets, Page, Section, Table, to_html, to_markdown
 from fastweights.report.plots import draw
-from fastweights.report.quality import losses, model_tables, position_blocks, recall_plots, recall_tables, task_tables
+from fastweights.report.quality import (
+    losses,
+    model_tables,
+    position_plots,
+    position_tables,
+    recall_plots,
+    recall_tables,
+    task_tables,
+)
 from fastweights.report.results import (
     MISSING,
     ReportError,
@@ -69,17 +77,29 @@ def sections_of(results: Sequence[Result]) -> list[Section]:
     cost_suffixes = ["", *(f"_{i}" for i in range(2, len(costs) + 1))]
     made = [
         Section("Summary", [Bullets(lost, "What was lost"), Bullets(won, "What was won")]),
-        Section("Quality", [*model_tables(models), *position_blocks(models)]),
+        Section("Quality", [*model_tables(models), *position_plots(models), *position_tables(models)]),
         Section("Recall", [*recall_plots(models), *recall_tables(models)]),
         Section("Tasks", task_tables(models)),
         Section(
             "Cost of one more token",
-            [block for cost, suffix in zip(costs, cost_suffixes, strict=False) for block in cost_blocks(cost, suffix)],
+            [
+                block
+                for cost, suffix in zip(costs, cost_suffixes, strict=False)
+                for block in (*cost_plots(cost, suffix), *cost_tables(cost))
+            ],
         ),
         Section("Training", [*training_tables(runs), *training_plots(runs)]),
         Section("Where the numbers come from", [provenance_table(results)]),
     ]
     return [section for section in made if section.blocks]
+
+
+def tables_of(body: dict[str, Any]) -> list[Table]:
+    """The tables of one evaluation or cost result, for a terminal."""
+    result = Result("", body)
+    models = models_in([result])
+    quality = [*model_tables(models), *position_tables(models), *recall_tables(models), *task_tables(models)]
+    return cost_tables(result) if result.kind == "cost" else quality
 
 
 def provenance_table(results: Sequence[Result]) -> Table:

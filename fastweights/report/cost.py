@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fastweights.report.page import Block
+from fastweights.report.page import Block, Table
 from fastweights.report.parts import colour_of, plot, table
 from fastweights.report.plots import Line, Panel, Point
 from fastweights.report.results import (
@@ -77,18 +77,22 @@ def _from_where(less: str, start: float | None, shortest: float) -> str:
     return f"{less} at every length measured" if start <= shortest else f"{less} from {whole(start)} tokens on"
 
 
-def cost_blocks(cost: Result, suffix: str) -> list[Block]:
-    entries = objects(cost.body, "models")
+def cost_plots(cost: Result, suffix: str) -> list[Block]:
     plots: list[Block] = []
     for key, measure in MEASURES.items():
         plots += plot(key + suffix, _panel(cost, key, measure), [cost])
+    return plots
+
+
+def cost_tables(cost: Result) -> list[Table]:
+    entries = objects(cost.body, "models")
     header = ["tokens", *(f"{entry.get('name')}: {m.column}" for entry in entries for m in MEASURES.values())]
     curves = [(_curve(entry, key), measure) for entry in entries for key, measure in MEASURES.items()]
     lengths = sorted({length for curve, _ in curves for length in curve})
     rows = [[whole(length), *(measure.text(curve.get(length)) for curve, measure in curves)] for length in lengths]
     stretched = [str(entry.get("name")) for entry in entries if entry.get("positions")]
     note = f" The position table of {', '.join(stretched)} was repeated for timing." if stretched else ""
-    return [*plots, *table(header, rows, [cost], names=0, note=note)]
+    return table(header, rows, [cost], names=0, note=note)
 
 
 def _panel(cost: Result, key: str, measure: Measure) -> Panel:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fastweights.report.page import Block, Plot, Table
+from fastweights.report.page import Plot, Table
 from fastweights.report.parts import by_key, colour_of, is_wide, pivot, plot, points, rows_of, table
 from fastweights.report.plots import Line, Panel
 from fastweights.report.results import (
@@ -110,17 +110,23 @@ def _token_perplexity(model: Entry, like: dict[str, Any]) -> Any:
     return None
 
 
-def position_blocks(models: Sequence[Entry]) -> list[Block]:
-    measured = [model for model in models if objects(model.body, "by_position")]
+def position_plots(models: Sequence[Entry]) -> list[Plot]:
+    measured = _by_position(models)
     lines = [_line(model, models, _middles(objects(model.body, "by_position"))) for model in measured]
     panel = Panel(
         "Perplexity by position", "position in the text (tokens)", "perplexity", lines, log_x=True, log_y=is_wide(lines)
     )
+    return plot("position", panel, measured)
+
+
+def position_tables(models: Sequence[Entry]) -> list[Table]:
+    header = ["from token", "to"]
     key = ("from", "to")
-    return [
-        *plot("position", panel, measured),
-        *pivot(measured, ("by_position",), key, "perplexity", perplexity_text, header=["from token", "to"]),
-    ]
+    return pivot(_by_position(models), ("by_position",), key, "perplexity", perplexity_text, header=header)
+
+
+def _by_position(models: Sequence[Entry]) -> list[Entry]:
+    return [model for model in models if objects(model.body, "by_position")]
 
 
 def _middles(rows: Sequence[dict[str, Any]]) -> list[tuple[Any, Any]]:

@@ -1,0 +1,111 @@
+"""What the commands share: options made from settings, numbers and lists as they are typed, errors in one line."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import Field, fields
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from fastweights.config import ConfigError, FastWeightsConfig
+from fastweights.recipe import Recipe, RecipeError, Stopped
+
+
+def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """What a user can put right is one line on stderr and exit code 2; anything else is a traceback."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except ValueError as error:
+            named = isinstance(error, ConfigError | RecipeError)
+            _fail(_with_flags(str(error)) if named else str(error), 2, error)
+        except Stopped as error:
+            _fail(str(error), error.exit_code, error)
+
+    return run
+
+
+def _fail(message: str, exit_code: int, error: Exception) -> None:
+    typer.echo(f"error: {' '.join(message.split())}", err=True)
+    raise typer.Exit(exit_code) from error
+
+
+def _with_flags(message: str) -> str:
+    """The settings that a configuration error speaks of (`name=...`, `name must ...`) as they are typed here."""
+    names = "|".join(f.name for kind in (FastWeightsConfig, Recipe) for f in fields(kind))
+    return re.sub(rf"(?<![\w.-])({names})(?==| must\b)", lambda found: "--" + found[1].replace("_", "-"), message)
+
+
+def takes_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command an option for every field of FastWeightsConfig; the command gets them as `config`."""
+    settings = fields(FastWeightsConfig)
+
+    @functools.wraps(command)
+    def run(**arguments: Any) -> None:
+        values = {f.name: arguments.pop(f.name) for f in settings}
+        values["layers"] = None if values["layers"] is None else parse_layers(values["layers"])
+        command(config=FastWeightsConfig(**values), **arguments)
+
+    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "config"]
+    run.__signature__ = inspect.Signature([*own, *map(_option, settings)])  # type: ignore[attr-defined]
+    return run
+
+
+def _option(setting: Field) -> inspect.Parameter:
+    is_list = setting.name == "layers"
+    help = FastWeightsConfig.help(setting.name) + (" For example 0,2,5-7." if is_list else "")
+    kind: Any = str | None if is_list else FastWeightsConfig.type_of(setting.name)
+    annotation = Annotated[kind, typer.Option(help=help)]
+    return inspect.Parameter(
+        setting.name, inspect.Parameter.KEYWORD_ONLY, default=setting.default, annotation=annotation
+    )
+
+
+def takes_changes(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command an option for every field of a Recipe but its stages; the command gets those given as
+    `changes`."""
+    settings = [f for f in fields(Recipe) if f.name != "stages"]
+    types = get_type_hints(Recipe)
+
+    @functools.wraps(command)
+    def run(**arguments: Any) -> None:
+        values = {f.name: arguments.pop(f.name) for f in settings}
+        command(changes={name: value for name, value in values.items() if value is not None}, **arguments)
+
+    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "changes"]
+    added = [
+        inspect.Parameter(
+            f.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[types[f.name] | None, typer.Option(help=Recipe.help(f.name))],
+        )
+        for f in settings
+    ]
+    run.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
+    return run
+
+
+def parse_numbers(flag: str, text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ValueError(f"{flag} takes whole numbers such as 0,480, found {text!r}") from error
+
+
+def parse_layers(text: str) -> tuple[int, ...]:
+    """The layer numbers in a list such as 0,2,5-7."""
+    layers: list[int] = []
+    for part in text.split(","):
+        ends = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        numbers = range(int(ends[1]), int(ends[2] or ends[1]) + 1) if ends else ()
+        if not numbers:
+            raise ConfigError(f"layers must be numbers and ranges from low to high such as 0,2,5-7, found {text!r}")
+        layers.extend(numbers)
+    return tuple(layers)
