@@ -7,7 +7,6 @@ two of them), run.json (what was asked for), log.jsonl (a line for each step), r
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -40,10 +39,19 @@ class Progress:
     stage_seconds: list[float] = field(default_factory=list)
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_text(path: Path, text: str) -> None:
+    """All of it, or nothing."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(value, indent=1) + "\n")
-    temporary.replace(path)
+    try:
+        temporary.write_text(text)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=1) + "\n")
 
 
 def read_json(path: Path) -> Any:
@@ -87,9 +95,10 @@ def write_checkpoint(
         if not target.is_dir():
             _fill(temporary, model, weights, tokenizer, training, progress)
             temporary.rename(target)
-        link(folder, LAST, target)
+        # best before last: a run killed in between comes here again
         if progress.best is not None and progress.best["step"] == progress.step:
             link(folder, BEST, target)
+        link(folder, LAST, target)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(f"cannot write the checkpoint {target}: {error}") from error
@@ -100,9 +109,16 @@ def _fill(folder: Path, model: Any, weights: dict, tokenizer: Any, training: dic
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     model.save_pretrained(folder, state_dict=weights)
-    tokenizer.save_pretrained(folder)
+    _save_tokenizer(tokenizer, folder)
     save_file(training, folder / TRAINING)
     write_json(folder / PROGRESS, asdict(progress))
+
+
+def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:  # the tokenizers library has no kind of its own for a full disk
+        raise OSError(str(error)) from error
 
 
 def remove_others(folder: Path) -> None:
@@ -122,7 +138,14 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def model_weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(tensor) for name, tensor in model.state_dict().items()}
+    """Tensors that are one in the model (tied embeddings) are one here: save_pretrained then saves them once."""
+    weights: dict[str, Tensor] = {}
+    copies: dict[Tensor, Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor not in copies:
+            copies[tensor] = whole(tensor)
+        weights[name] = copies[tensor]
+    return weights
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str]) -> dict[str, Tensor]:
@@ -172,9 +195,6 @@ def read_log(folder: Path, until: int, write: bool) -> list[dict[str, Any]]:
             break
         if line["step"] <= until and until:
             lines.append(line)
-    if not write or not path.is_file():
-        return lines
-    temporary = path.with_name(f".{LOG}.tmp")
-    temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    os.replace(temporary, path)
+    if write and path.is_file():
+        write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
     return lines

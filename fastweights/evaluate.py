@@ -168,6 +168,7 @@ def evaluate(
     contexts: Sequence[int] = (0,),
     tasks: Sequence[str] = (),
     recall: bool = False,
+    recall_samples: int = 64,
     by_position: bool = False,
     position_length: int | None = None,
     limit: int | None = None,
@@ -196,7 +197,7 @@ def evaluate(
         ]
     if recall:
         measures["recall"] = lambda model, tokenizer: recall_probe(
-            model, vocabulary=_ordinary_tokens(model, tokenizer), **batches
+            model, samples=recall_samples, vocabulary=_ordinary_tokens(model, tokenizer), **batches
         )
     if tasks:
         check_tasks(tasks, task_folder)

@@ -6,7 +6,7 @@ Shapes: input_ids, position_ids, labels [B,T]   logits [B,T,V]   x, attention ou
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -57,6 +57,11 @@ def next_token_logits(model: Any, batch: Batch) -> Tensor:
     return logits_of(model, batch)[:, :-1].float()
 
 
+def next_token_loss(logits: Tensor, batch: Batch) -> Tensor:
+    """Sum of the cross-entropy over the tokens that have a label; `logits` are next_token_logits."""
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum")
+
+
 class Trainee(nn.Module):
     """A student with the loss of one stage. The teacher is no part of it: it is neither trained, sharded nor saved."""
 
@@ -75,14 +80,14 @@ class Trainee(nn.Module):
         whole)."""
         if self.stage.loss == "transfer" and not score:
             return self._transfer(batch)
-        logits, targets = next_token_logits(self.student, batch), batch["labels"][:, 1:]
-        cross_entropy = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        logits = next_token_logits(self.student, batch)
         if self.stage.loss == "finetune" or score:
-            return cross_entropy
+            return next_token_loss(logits, batch)
         with torch.no_grad():
             wanted = next_token_logits(self.teacher, batch)
-        loss = _divergence(logits, wanted, targets != -100, self.stage.temperature)
-        return loss + self.stage.cross_entropy * cross_entropy if self.stage.cross_entropy else loss
+        loss = _divergence(logits, wanted, batch["labels"][:, 1:] != -100, self.stage.temperature)
+        share = self.stage.cross_entropy
+        return loss + share * next_token_loss(logits, batch) if share else loss
 
     def _transfer(self, batch: Batch) -> Tensor:
         """Each layer's squared error against the teacher's attention, in shares of each row's own size."""
@@ -142,16 +147,22 @@ def answer(layer: FastWeightsAttention, heard: Heard, batch: Batch, recompute: b
 
 
 @torch.no_grad()
-def fit_outputs(student: Any, teacher: Any, batch: Batch, kind: str) -> None:
+def fit_outputs(student: Any, teacher: Any, batches: Iterable[Batch], kind: str) -> None:
     """Set each new layer's output projection by least squares to what the teacher's attention answers: all of it
     (full), or one scale for each head. Right after the swap a rule's output is many times larger than attention's."""
-    heard = listen(teacher, batch)
-    for index, layer in converted_layers(student).items():
-        with _inputs_of(layer.o_proj) as seen:
-            answer(layer, heard[index], batch)
-        wanted = heard[index].output.flatten(0, 1).double()
-        y = seen[0].flatten(0, 1).double()
-        (_fit_scales if kind == "scale" else _fit_projection)(layer, y, wanted)
+    layers = converted_layers(student)
+    products: dict[int, tuple[Tensor, Tensor]] = {}
+    for batch in batches:
+        heard = listen(teacher, batch)
+        for index, layer in layers.items():
+            with _inputs_of(layer.o_proj) as seen:
+                answer(layer, heard[index], batch)
+            y, wanted = (x.flatten(0, 1).double() for x in (seen[0], heard[index].output))
+            y = y if layer.o_proj.bias is None else F.pad(y, (0, 1), value=1.0)
+            gram, onto = products.get(index, (0, 0))
+            products[index] = (gram + y.mT @ y, onto + y.mT @ wanted)
+    for index, layer in layers.items():
+        (_fit_scales if kind == "scale" else _fit_projection)(layer, *products[index])
 
 
 @contextmanager
@@ -164,23 +175,22 @@ def _inputs_of(linear: nn.Module) -> Iterator[list[Tensor]]:
         hook.remove()
 
 
-def _fit_projection(layer: FastWeightsAttention, y: Tensor, wanted: Tensor) -> None:
-    if layer.o_proj.bias is not None:
-        y = F.pad(y, (0, 1), value=1.0)
-    solution = _least_squares(y.mT @ y, y.mT @ wanted)
+def _fit_projection(layer: FastWeightsAttention, gram: Tensor, onto: Tensor) -> None:
+    """From sums over tokens: gram = y^T y and onto = y^T wanted, y with a column of ones where there is a bias."""
+    solution = _least_squares(gram, onto)
     if layer.o_proj.bias is not None:
         layer.o_proj.bias.copy_(solution[-1])
         solution = solution[:-1]
     layer.o_proj.weight.copy_(solution.mT)
 
 
-def _fit_scales(layer: FastWeightsAttention, y: Tensor, wanted: Tensor) -> None:
-    heads, weight = layer.shape.heads, layer.o_proj.weight.double()
-    bias = 0 if layer.o_proj.bias is None else layer.o_proj.bias.double()
-    by_head = torch.stack(
-        [a @ b.mT for a, b in zip(y.chunk(heads, 1), weight.chunk(heads, 1), strict=True)], dim=-1
-    ).flatten(0, 1)
-    scales = _least_squares(by_head.mT @ by_head, by_head.mT @ (wanted - bias).flatten())
+def _fit_scales(layer: FastWeightsAttention, gram: Tensor, onto: Tensor) -> None:
+    """The same sums for what heads put out, y_h W_h^T, one unknown each."""
+    by_head, weight = (layer.shape.heads, layer.shape.head_dim), layer.o_proj.weight.double()
+    if layer.o_proj.bias is not None:
+        gram, onto = gram[:-1, :-1], onto[:-1] - gram[:-1, -1:] * layer.o_proj.bias.double()
+    gram = (gram * (weight.mT @ weight)).unflatten(1, by_head).sum(2).unflatten(0, by_head).sum(1)
+    scales = _least_squares(gram, (onto * weight.mT).sum(1).unflatten(0, by_head).sum(1))
     layer.o_proj.weight.mul_(scales.repeat_interleave(layer.shape.head_dim).to(layer.o_proj.weight))
 
 

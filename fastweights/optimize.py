@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fastweights.layer import HeadNorm
 from fastweights.losses import converted_layers
-from fastweights.recipe import Recipe, RecipeError, Stage, Stopped
+from fastweights.recipe import Recipe, Stage, Stopped
 
 # A run's loss is its mean over this many steps when it is asked whether it diverges.
 WATCHED_STEPS = 20
@@ -61,13 +62,21 @@ def parameter_groups(student: Any, stage: Stage) -> list[tuple[list[nn.Parameter
     return [(attention, stage.learning_rate), (body, 0.0 if stage.loss == "transfer" else body_rate)]
 
 
+def _leave_out_dropout(student: Any) -> None:
+    """In modules, and in the numbers that some families keep for functional dropout."""
+    for module in student.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
 def set_mode(student: Any, recipe: Recipe, stage: Stage) -> None:
     """Training mode, what is trained, and what is left out or recomputed."""
     student.train()
     if not recipe.dropout:
-        for module in student.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
+        _leave_out_dropout(student)
     if recipe.gradient_checkpointing:
         student.gradient_checkpointing_enable()
     for parameters, peak in parameter_groups(student, stage):
@@ -77,17 +86,16 @@ def set_mode(student: Any, recipe: Recipe, stage: Stage) -> None:
 
 def make_optimizer(student: Any, stage: Stage) -> torch.optim.Optimizer:
     """AdamW; only matrices decay."""
+    norms = {p for module in student.modules() if isinstance(module, HeadNorm) for p in module.parameters()}
     groups = []
     for parameters, peak in parameter_groups(student, stage):
         trained = [p for p in parameters if p.requires_grad]
         for decay, chosen in (
-            (stage.weight_decay, [p for p in trained if p.ndim > 1]),
-            (0.0, [p for p in trained if p.ndim <= 1]),
+            (stage.weight_decay, [p for p in trained if p.ndim > 1 and p not in norms]),
+            (0.0, [p for p in trained if p.ndim <= 1 or p in norms]),
         ):
             if chosen:
                 groups.append({"params": chosen, "peak": peak, "weight_decay": decay})
-    if not groups:
-        raise RecipeError(f"the stage {stage.loss} trains nothing: every learning rate is 0")
     fused = groups[0]["params"][0].is_cuda  # type: ignore[index]
     return torch.optim.AdamW(groups, lr=0.0, betas=(stage.beta1, stage.beta2), fused=fused)
 

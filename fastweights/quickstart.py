@@ -34,7 +34,9 @@ RECOVERY_TEXT, VALIDATION_TEXT = PACKAGED / "recovery.txt.xz", PACKAGED / "valid
 WINDOW = 512
 # Characters of the validation books that are measured on: about 90,000 tokens.
 MEASURED_CHARACTERS = 260_000
-SETTINGS = FastWeightsConfig(rule="decay", m=32, gate_init="log", train_length=WINDOW, positions="clamp")
+RECALL_SAMPLES = 16
+LENGTHS = (256, 1024, 4096, 16384)
+SETTINGS = FastWeightsConfig(rule="decay", m=32, gate_init="log", window=32, train_length=WINDOW, positions="clamp")
 PROMPT = "It was a dark evening, and the old man"
 BASE, SWAPPED, TRAINED = "base", "after the swap", "after training"
 
@@ -49,13 +51,15 @@ def run(folder: Path, console: Console, recipe: Recipe | None = None) -> dict[st
     swapped = convert(load(PACKAGED, dtype=torch.float32), SETTINGS).eval()
     swapped.config.fastweights_base = str(PACKAGED)
     save(swapped, folder / "swapped", tokenizer, overwrite=True)
-    _say(console, 2, "its attention swapped for the decay rule, m = 32; on books that it has not seen:")
-    quality = _measure({BASE: base, SWAPPED: swapped}, tokenizer)
+    _say(console, 2, "its attention swapped for the decay rule, m = 32, and an exact window of 32; on unseen books:")
+    quality = _measure(BASE, base, tokenizer)
+    quality["models"] += _measure(SWAPPED, swapped, tokenizer, recall=False)["models"]
     console.print(_table(quality, {BASE: base, SWAPPED: swapped}), "")
-    _say(console, 3, f"training it back, {_tokens(recipe):,} tokens (attention transfer, then distillation):")
+    losses = ", then ".join(stage.loss for stage in recipe.stages)
+    _say(console, 3, f"trained back on books that neither has seen: {losses}, {_tokens(recipe):,} tokens")
     training = _train(folder, recipe, console)
     trained = load(folder / "training" / "best", dtype=torch.float32).eval()
-    quality["models"] += _measure({TRAINED: trained}, tokenizer)["models"]
+    quality["models"] += _measure(TRAINED, trained, tokenizer)["models"]
     quality |= {"tokens": sum(part["tokens"] for model in quality["models"] for part in model["perplexity"])}
     console.print("", _table(quality, {BASE: base, SWAPPED: swapped, TRAINED: trained}), "")
     _say(console, 4, "both go on from the same words:")
@@ -63,7 +67,7 @@ def run(folder: Path, console: Console, recipe: Recipe | None = None) -> dict[st
         console.print(f"   [bold]{name}:[/] ", end="")
         console.print(_sample(model, tokenizer), markup=False, highlight=False)
     _say(console, 5, "one more token after a text of this many:")
-    cost = decode_cost({BASE: base, "decay": trained}, stretch_positions=True)
+    cost = decode_cost({BASE: base, "decay": trained}, LENGTHS, stretch_positions=True)
     console.print(_costs(cost), "")
     result = _write(folder, quality, cost, training, time.perf_counter() - began)
     _say(console, 6, f"the report: {folder / 'report' / 'report.html'}")
@@ -79,11 +83,10 @@ def _tokens(recipe: Recipe) -> int:
     return sum(recipe.steps_of(stage) * recipe.batch_tokens for stage in recipe.stages)
 
 
-def _measure(models: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-    text = read_text(VALIDATION_TEXT)[:MEASURED_CHARACTERS]
-    pairs = {name: (model, tokenizer) for name, model in models.items()}
-    measured = SWAPPED not in models
-    return evaluate(pairs, data={"two unseen books": text}, length=WINDOW, recall=measured, by_position=True)
+def _measure(name: str, model: Any, tokenizer: Any, recall: bool = True) -> dict[str, Any]:
+    text = {"two unseen books": read_text(VALIDATION_TEXT)[:MEASURED_CHARACTERS]}
+    options: dict[str, Any] = dict(recall=recall, recall_samples=RECALL_SAMPLES, by_position=True)
+    return evaluate({name: (model, tokenizer)}, data=text, length=WINDOW, **options)
 
 
 def _train(folder: Path, recipe: Recipe, console: Console) -> dict[str, Any]:

@@ -4,6 +4,8 @@ documented once, and the command line's help texts are taken from these descript
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -13,6 +15,7 @@ import yaml
 LOSSES = ("finetune", "transfer", "distill")
 PRECISIONS = ("auto", "float32", "bfloat16")
 FITS = ("none", "scale", "full")
+LARGEST_SEED = 2**31
 
 
 class RecipeError(ValueError):
@@ -60,9 +63,18 @@ def _check_range(settings: Any, name: str, smallest: float, largest: float | Non
     value = getattr(settings, name)
     if value is None:
         return
-    if value < smallest or (largest is not None and value > largest):
+    if not value >= smallest or (largest is not None and value > largest):  # "not >=": a NaN lies nowhere
         limits = f"at least {smallest}" if largest is None else f"between {smallest} and {largest}"
         raise RecipeError(f"{name} must be {limits}, found {value!r}")
+
+
+@contextmanager
+def _errors_in(place: str) -> Iterator[None]:
+    """Errors, which begin with a setting's name, say whose setting it is."""
+    try:
+        yield
+    except RecipeError as error:
+        raise RecipeError(f"{place}.{error}") from error
 
 
 @dataclass(frozen=True)
@@ -110,12 +122,20 @@ class Stage:
         ):
             _check_range(self, name, smallest, largest)
         for name in ("temperature", "clip"):
-            if getattr(self, name) <= 0:
+            if not getattr(self, name) > 0:
                 raise RecipeError(f"{name} must be above 0, found {getattr(self, name)!r}")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise RecipeError(f"{name} must be at least 0 and below 1, found {getattr(self, name)!r}")
+
+    @property
+    def teaches_layers(self) -> bool:
+        """Whether new layers learn from the attention that they took the place of."""
+        return self.loss == "transfer" or self.fit != "none"
 
     @property
     def needs_teacher(self) -> bool:
-        return self.loss != "finetune" or self.fit != "none"
+        return self.loss != "finetune" or self.teaches_layers
 
 
 @dataclass(frozen=True)
@@ -142,19 +162,19 @@ class Recipe:
 
     def __post_init__(self) -> None:
         _check(self, skip=("stages",))
-        for name, smallest in (
-            ("length", 2),
-            ("batch_tokens", 2),
-            ("micro_batch", 1),
-            ("lora", 0),
-            ("seed", 0),
-            ("validate_every", 1),
-            ("validation_tokens", 2),
-            ("checkpoint_every", 1),
-            ("diverged_above", 0),
-            ("diverged_for", 1),
+        for name, smallest, largest in (
+            ("length", 2, None),
+            ("batch_tokens", 2, None),
+            ("micro_batch", 1, None),
+            ("lora", 0, None),
+            ("seed", 0, LARGEST_SEED),
+            ("validate_every", 1, None),
+            ("validation_tokens", 2, None),
+            ("checkpoint_every", 1, None),
+            ("diverged_above", 0, None),
+            ("diverged_for", 1, None),
         ):
-            _check_range(self, name, smallest, None)
+            _check_range(self, name, smallest, largest)
         if not self.stages:
             raise RecipeError("stages must name at least one stage")
         for stage in self.stages:
@@ -190,7 +210,8 @@ class Recipe:
         made = []
         for number, stage in enumerate(stages):
             _check_names(Stage, stage, f"stages[{number}].")
-            made.append(Stage(**stage))
+            with _errors_in(f"stages[{number}]"):
+                made.append(Stage(**stage))
         return cls(**values | {"stages": tuple(made)})
 
     @classmethod
@@ -226,21 +247,24 @@ def load_recipe(name: str | os.PathLike) -> Recipe:
 
 
 def _numbers(value: Any) -> Any:
-    """YAML reads 1e-3 as a word; here it is a number."""
+    """YAML reads 1e-3 as a word; here it is a number, and 1e6 a whole one."""
     if isinstance(value, dict):
         return {name: _numbers(inner) for name, inner in value.items()}
     if isinstance(value, list):
         return [_numbers(inner) for inner in value]
     try:
-        return float(value) if isinstance(value, str) else value
+        number = float(value) if isinstance(value, str) else value
     except ValueError:
         return value
+    return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
 def change(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
     """A recipe with some settings replaced: `seed`, or `distill.tokens` for every stage with that loss."""
     own: dict[str, Any] = {}
     stages = list(recipe.stages)
+    if "stages" in changes:
+        raise RecipeError("stages cannot be changed as a whole: change one's setting, LOSS.NAME, or write a YAML file")
     for name, value in changes.items():
         loss, dot, setting = name.partition(".")
         if not dot:
@@ -252,7 +276,8 @@ def change(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
             raise RecipeError(f"{name}={value}: the recipe has no stage {loss}; its stages are {found}")
         _check_names(Stage, {setting: value}, f"{loss}.")
         for i in matching:
-            stages[i] = replace(stages[i], **{setting: value})
+            with _errors_in(loss):
+                stages[i] = replace(stages[i], **{setting: value})
     _check_names(Recipe, own, "")
     return replace(recipe, **own | {"stages": tuple(stages)})
 
@@ -264,5 +289,8 @@ def parse_changes(texts: list[str]) -> dict[str, Any]:
         name, equals, value = text.partition("=")
         if not equals or not name:
             raise RecipeError(f"--set takes NAME=VALUE, such as seed=1 or distill.tokens=100000, found {text!r}")
-        changes[name.strip()] = _numbers(yaml.safe_load(value))
+        try:
+            changes[name.strip()] = _numbers(yaml.safe_load(value))
+        except yaml.YAMLError as error:
+            raise RecipeError(f"--set {text}: {value!r} is no value") from error
     return changes

@@ -15,16 +15,17 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import filter_trackers
 from torch import Tensor
-from torch.nn import functional as F
 
 from fastweights import checkpoint as saved
 from fastweights.convert import load, load_tokenizer
-from fastweights.data import TokenFile, check_vocabulary, prepare, validation_rows
+from fastweights.data import PackedBatches, TokenFile, check_vocabulary, prepare, validation_rows
 from fastweights.display import Display
 from fastweights.families import Family, family_of
-from fastweights.losses import Batch, next_token_logits
+from fastweights.losses import Batch, next_token_logits, next_token_loss
 from fastweights.models import CheckpointError, FastWeightsMixin
+from fastweights.optimize import parameter_groups
 from fastweights.recipe import Recipe, Stage, Stopped
 
 VALIDATION_BATCH_TOKENS = 8_192
@@ -83,11 +84,13 @@ class Run:
         self.low_precision = precision == "bfloat16" or (precision == "auto" and self.device.type == "cuda")
         self.tokenizer = load_tokenizer(task.model)
         self.progress = self._last_progress()
-        self.log = saved.read_log(folder, self.progress.step, write=self.main)
+        with self.writing(folder / saved.LOG):
+            self.log = saved.read_log(folder, self.progress.step, write=self.main)
         self.student = self.load_student()
         self._check()
         self.teacher = self._load_teacher()
         self.tokens = self._prepare(task.data)
+        self.batches = [self._batches(number) for number in range(len(self.recipe.stages))]
         self.validation = self._prepare_validation()
         self.began = time.perf_counter() - self.progress.seconds
 
@@ -104,20 +107,31 @@ class Run:
             raise TrainingError(
                 f"{self.task.model} has no tokenizer: save the model's there with tokenizer.save_pretrained"
             )
-        family, config = family_of_model(self.student), self.student.config
-        limit = getattr(config, family.learned_positions) if family.learned_positions else math.inf
+        self._check_lengths()
         converted = isinstance(self.student, FastWeightsMixin)
         for stage in self.recipe.stages:
-            length = self.recipe.length_of(stage)
-            if length > limit and not (converted and config.fastweights["positions"] == "clamp"):
-                raise TrainingError(f"--length {length}: {self.task.model} has positions for {limit} tokens only")
-            if (stage.loss == "transfer" or stage.fit != "none") and not converted:
+            if stage.teaches_layers and not converted:
                 raise TrainingError(
                     f"{self.task.model} is not converted: transfer and fit teach fast-weight layers only"
                 )
+            if not any(parameters and rate for parameters, rate in parameter_groups(self.student, stage)):
+                raise TrainingError(f"the stage {stage.loss} trains nothing: its learning rates are 0")
             self.rows_at_once(stage)
+        if self.recipe.lora and not converted:
+            raise TrainingError(f"{self.task.model} is not converted: --lora is for the projections of new layers")
         if self.recipe.lora and self.sharded:
             raise TrainingError("--lora trains few parameters, which are not sharded: leave one of the two out")
+
+    def _check_lengths(self) -> None:
+        family, config = family_of_model(self.student), self.student.config
+        clamped = getattr(config, "fastweights", {}).get("positions") == "clamp"
+        if clamped or not family.learned_positions:
+            return
+        limit = getattr(config, family.learned_positions)
+        lengths = [self.recipe.length_of(stage) for stage in self.recipe.stages]
+        longest = max(lengths if self.task.validation is None else [*lengths, self.recipe.length])
+        if longest > limit:
+            raise TrainingError(f"--length {longest}: {self.task.model} has positions for {limit} tokens only")
 
     def rows_at_once(self, stage: Stage) -> int:
         """Sequences that a process takes through the model at once."""
@@ -140,6 +154,8 @@ class Run:
         except CheckpointError as error:
             raise TrainingError(f"--teacher {error}") from error
         _check_teacher(name, teacher, self.student)
+        if isinstance(teacher, FastWeightsMixin) and any(stage.teaches_layers for stage in self.recipe.stages):
+            raise TrainingError(f"--teacher {name} is converted itself: transfer and fit learn from attention")
         teacher.config._name_or_path = str(name)
         return teacher.eval().requires_grad_(False).to(self.device)
 
@@ -156,6 +172,12 @@ class Run:
         check_vocabulary(tokens, self.tokenizer, self.student.config)
         return tokens
 
+    def _batches(self, number: int) -> PackedBatches:
+        """The batches of a stage, each in an order of its own."""
+        stage = self.recipe.stages[number]
+        rows, length = self.recipe.rows_of(stage), self.recipe.length_of(stage)
+        return PackedBatches(self.tokens, length, rows, self.recipe.seed + number)
+
     def _prepare_validation(self) -> Batch | None:
         if self.task.validation is None:
             return None
@@ -171,11 +193,10 @@ class Run:
             return
         name = Path(self.teacher.config._name_or_path).name
         loss = self.validation_loss(self._teacher_score)
-        self.progress.base = {"name": name, "perplexity": math.exp(loss)}
+        self.progress.base = {"name": name, "perplexity": perplexity(loss)}
 
     def _teacher_score(self, batch: Batch) -> Tensor:
-        logits, targets = next_token_logits(self.teacher, batch), batch["labels"][:, 1:]
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        return next_token_loss(next_token_logits(self.teacher, batch), batch)
 
     @torch.no_grad()
     def validation_loss(self, score: Any) -> float:
@@ -205,18 +226,38 @@ class Run:
             self.accelerator.log({k: v for k, v in line.items() if isinstance(v, float)}, step=line["step"])
         if not self.main:
             return
+        path = self.folder / saved.LOG
+        with self.writing(path), path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    @contextmanager
+    def writing(self, path: Path) -> Iterator[None]:
         try:
-            with (self.folder / saved.LOG).open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            yield
         except OSError as error:
-            raise TrainingError(f"{self.folder / saved.LOG}: {error.strerror}; {self.last_words()}") from error
+            raise TrainingError(f"{path}: {error.strerror or error}; {self.last_words()}") from error
 
     def last_words(self) -> str:
+        """What a run that cannot write leaves behind, and how it goes on."""
+        if not (self.folder / saved.RUN).is_file():
+            return "choose another output folder"
         last = saved.linked(self.folder, saved.LAST)
         if last is None:
             return f"no checkpoint was written yet: make room, then {resume_command(self.folder)} starts it again"
         step = saved.read_progress(last).step
         return f"the checkpoint of step {step} is whole: make room, then {resume_command(self.folder)}"
+
+    def begin(self) -> None:
+        if self.main:
+            with self.writing(self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                saved.write_json(self.folder / saved.RUN, self.task.to_dict())
+        if self.task.report_to:
+            self.accelerator.init_trackers("fastweights", config={"recipe": json.dumps(self.recipe.to_dict())})
+
+    def end(self) -> None:
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
 
     @contextmanager
     def signals(self) -> Iterator[None]:
@@ -244,13 +285,30 @@ def family_of_model(model: Any) -> Family:
 
 
 def _accelerator(task: Task, folder: Path) -> Accelerator:
-    try:
-        accelerator = Accelerator(cpu=task.device == "cpu", log_with=task.report_to, project_dir=str(folder))
-        if task.report_to:
-            accelerator.init_trackers("fastweights", config={"recipe": json.dumps(task.recipe.to_dict())})
-    except (ValueError, ImportError) as error:
-        raise TrainingError(f"--report-to {task.report_to}: {error}") from error
+    """Precision is the recipe's, whatever `accelerate launch` was told."""
+    if task.report_to:
+        _check_tracker(task.report_to, folder)
+    cpu = task.device == "cpu"
+    accelerator = Accelerator(cpu=cpu, mixed_precision="no", log_with=task.report_to, project_dir=str(folder))
+    found = accelerator.device.type
+    if task.device not in (None, found):
+        raise TrainingError(f"--device {task.device} cannot be used here; there is {found}")
     return accelerator
+
+
+def _check_tracker(name: str, folder: Path) -> None:
+    """accelerate itself leaves out what is not installed."""
+    try:
+        found = filter_trackers([name], str(folder))
+    except ValueError as error:
+        raise TrainingError(f"--report-to {name}: {error}") from error
+    if not found:
+        raise TrainingError(f"--report-to {name}: install its package first, pip install {name}")
+
+
+def perplexity(loss: float) -> float:
+    """exp, as far as it goes."""
+    return math.exp(min(loss, 700.0))
 
 
 def _check_teacher(name: str, teacher: Any, student: Any) -> None:

@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fastweights import checkpoint as saved
 from fastweights.convert import lora_modules
-from fastweights.data import PackedBatches
 from fastweights.display import Display
 from fastweights.losses import Trainee, converted_layers, fit_outputs
 from fastweights.models import CheckpointError
@@ -38,7 +37,7 @@ from fastweights.optimize import (
 )
 from fastweights.provenance import write_result
 from fastweights.recipe import Stage
-from fastweights.run import Interrupted, Run, Task, TrainingError, family_of_model, resume_command, split
+from fastweights.run import Interrupted, Run, Task, TrainingError, family_of_model, perplexity, resume_command, split
 
 __all__ = ["Diverged", "Interrupted", "Task", "TrainingError", "resume", "train"]
 
@@ -62,31 +61,38 @@ def resume(folder: str | os.PathLike, *, display: Display | None = None) -> dict
     folder = Path(folder)
     if not (folder / saved.RUN).is_file():
         raise TrainingError(f"--resume {folder}: there is no run to go on with (no {saved.RUN} there)")
-    task = Task.from_dict(saved.read_json(folder / saved.RUN))
+    try:
+        task = Task.from_dict(saved.read_json(folder / saved.RUN))
+    except (KeyError, TypeError) as error:
+        raise TrainingError(f"{folder / saved.RUN} is not of this version of fastweights: {error}") from error
     return _go(Run(task, folder, display or Display()))
 
 
 def _go(run: Run) -> dict[str, Any]:
+    run.begin()
     diverged = None
-    if run.main:
-        run.folder.mkdir(parents=True, exist_ok=True)
-        saved.write_json(run.folder / saved.RUN, run.task.to_dict())
-    with run.signals(), run.display:
-        try:
-            run.measure_base()
-            while run.progress.stage < len(run.recipe.stages):
-                _StageRun(run, run.recipe.stages[run.progress.stage]).go()
-                run.student = run.load_student()
-        except Diverged as error:
-            diverged = {"step": run.progress.step, "stage": run.progress.stage, "reason": str(error)}
-    if run.task.report_to:
-        run.accelerator.end_training()
+    try:
+        with run.signals(), run.display:
+            _run_stages(run)
+    except Diverged as error:
+        diverged = {"step": run.progress.step, "stage": run.progress.stage, "reason": str(error)}
+    finally:
+        run.end()
     result = _result(run, diverged)
     if run.main:
-        write_result(run.folder / saved.RESULT, result)
+        with run.writing(run.folder / saved.RESULT):
+            write_result(run.folder / saved.RESULT, result)
     if diverged is not None:
         raise Diverged(f"{diverged['reason']}; recorded in {run.folder / saved.RESULT}")
     return result
+
+
+def _run_stages(run: Run) -> None:
+    run.measure_base()
+    while run.progress.stage < len(run.recipe.stages):
+        _StageRun(run, run.recipe.stages[run.progress.stage]).go()
+        run.accelerator.free_memory()  # it holds on to what it prepared
+        run.student = run.load_student()
 
 
 class _StageRun:
@@ -94,8 +100,8 @@ class _StageRun:
 
     def __init__(self, run: Run, stage: Stage) -> None:
         self.run, self.stage, self.recipe, self.progress = run, stage, run.recipe, run.progress
-        rows, length = self.recipe.rows_of(stage), self.recipe.length_of(stage)
-        self.batches = PackedBatches(run.tokens, length, rows, self.recipe.seed + self.progress.stage)
+        self.batches = run.batches[self.progress.stage]
+        self.stop = 0
         self.student = run.student.to(run.device)
         if self.progress.stage_step == 0 and stage.fit != "none":
             self._fit()
@@ -115,15 +121,20 @@ class _StageRun:
                 self.watch.see(line["loss"])
 
     def _fit(self) -> None:
+        """On the first batches, whole in every process: all must come to the same."""
+        count = max(1, FIT_TOKENS // self.recipe.batch_tokens)
         rows = max(1, FIT_TOKENS // self.recipe.length_of(self.stage))
-        first = {name: x[:rows] for name, x in self.batches.batch(0).items()}
-        fit_outputs(self.student, self.run.teacher, self.run.on_device(first), self.stage.fit)
+        firsts = ({name: x[:rows] for name, x in self.batches.batch(step).items()} for step in range(count))
+        self.run.display.say("fitting the new output projections to the teacher's attention")
+        with self.run.autocast():
+            fit_outputs(self.student, self.run.teacher, map(self.run.on_device, firsts), self.stage.fit)
 
     def _add_lora(self) -> Any:
         """Low-rank updates, put into the student itself; what comes back can merge them."""
         from peft import LoraConfig, get_peft_model
 
         rank = self.recipe.lora
+        torch.manual_seed(self.recipe.seed + self.progress.stage)
         lora = get_peft_model(self.student, LoraConfig(r=rank, lora_alpha=2 * rank, **lora_modules(self.student)))
         if self.progress.stage_step:
             found = saved.read_training(self.run.folder / saved.LAST)
@@ -159,10 +170,10 @@ class _StageRun:
             progress.stage_seconds[progress.stage :] = [time.perf_counter() - began]
             if ends:
                 progress.stage, progress.stage_step = progress.stage + 1, 0
-            if ends or progress.stage_step % recipe.checkpoint_every == 0 or run.stop_signal:
+            if ends or progress.stage_step % recipe.checkpoint_every == 0 or self.stop:
                 self._checkpoint()
-            if run.stop_signal:
-                raise Interrupted(run.folder, run.stop_signal)
+            if self.stop:
+                raise Interrupted(run.folder, self.stop)
 
     def _step(self, step: int, share: float) -> None:
         """One update, recorded."""
@@ -197,7 +208,8 @@ class _StageRun:
             total += loss.detach()
         shared = torch.stack([total, torch.tensor(float(run.stop_signal), device=run.device)])
         whole, stop = run.accelerator.reduce(shared, "sum").tolist()
-        run.stop_signal = run.stop_signal or (signal.SIGTERM if stop else 0)
+        # what all processes know: a signal that comes after this waits for the next step
+        self.stop = (run.stop_signal or signal.SIGTERM) if stop else 0
         return whole
 
     @contextmanager
@@ -216,20 +228,20 @@ class _StageRun:
         self.module.eval()
         loss = run.validation_loss(lambda batch: self.module(batch, score=True))
         self.module.train()
+        if not math.isfinite(loss):
+            if progress.step:
+                raise Diverged(f"step {progress.step}: the validation loss is {loss}")
+            return  # right after the swap; transfer may mend it
         found = {"step": progress.step, "tokens": progress.tokens, "stage": progress.stage, "loss": loss}
-        progress.validation.append(found | {"perplexity": math.exp(min(loss, 700.0))})
+        progress.validation.append(found | {"perplexity": perplexity(loss)})
         run.write_line({"step": progress.step, "stage": progress.stage, "validation_loss": loss})
         base = None if progress.base is None else progress.base["perplexity"]
         run.display.validation(progress.tokens, progress.validation[-1]["perplexity"], base)
 
     def _checkpoint(self) -> None:
         run, progress = self.run, self.progress
-        model, weights = self.student, saved.model_weights(self.student)
-        training = saved.optimizer_tensors(self.optimizer, self.names) if progress.stage_step else {}
-        if self.lora is not None:
-            training |= {f"student.{name}": value for name, value in weights.items()}
-            model = copy.deepcopy(self.lora).merge_and_unload()
-            weights = saved.model_weights(model)
+        model = self.student if self.lora is None else copy.deepcopy(self.lora).merge_and_unload()
+        weights, training = saved.model_weights(model), self._training_tensors() if progress.stage_step else {}
         latest = progress.validation[-1] if progress.validation else None
         new = latest is not None and latest["step"] == progress.step
         if new and (progress.best is None or latest["loss"] <= progress.best["loss"]):  # type: ignore[index]
@@ -240,6 +252,12 @@ class _StageRun:
         except CheckpointError as error:
             raise TrainingError(f"{error}; {run.last_words()}") from error
         run.accelerator.wait_for_everyone()
+
+    def _training_tensors(self) -> dict[str, Tensor]:
+        """What to go on with beside the model; with LoRA also the student, which is merged in the model."""
+        student = {} if self.lora is None else self.student.state_dict()
+        unmerged = {f"student.{name}": saved.whole(tensor) for name, tensor in student.items()}
+        return saved.optimizer_tensors(self.optimizer, self.names) | unmerged
 
 
 def _result(run: Run, diverged: dict[str, Any] | None) -> dict[str, Any]:

@@ -135,28 +135,38 @@ def test_log_gates_spread_memory_from_one_token_to_the_training_length() -> None
     assert_close("memory lengths", lengths, torch.tensor([256 ** (i / 5) for i in range(6)]).expand(HEADS, -1), 1e-5)
     assert bool((rule.gates["z"].bias > math.log(256)).all()), "the value gate stays open longer than any key gate"
     plain = _rule(rule="add", m=6, normalize="attention")
-    scaled = plain.projections.k_proj.weight * (-f).sigmoid().flatten()[:, None]
-    assert_close("keys", rule.projections.k_proj.weight, scaled, 1e-6)
+    assert_close("key projection", rule.projections.k_proj.weight, plain.projections.k_proj.weight, 1e-6)
+    assert_close("scale of the keys", rule.key_scale, (-f).sigmoid(), 1e-6)
+    assert "key_scale" in rule.state_dict() and _rule(rule="decay", m=6).key_scale is None
     assert_close("values", rule.projections.v_proj.weight, _pretrained_values(), 1e-6)
     assert torch.isfinite(log_gate(2, 1, 100, torch.Generator())).all()
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
-def test_with_rotary_both_numbers_of_a_plane_forget_alike(family: str) -> None:
+def test_with_rotary_both_numbers_of_a_plane_forget_alike(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys are scaled by how long they are kept; rotation must not mix a long memory into a short one."""
     model = fw.convert(pretrained(family), fw.FastWeightsConfig(rule="decay", m=6, gate_init="log"))
-    rule, keys = family_of_converted(model).rule, []
-    rule.projections.register_forward_hook(lambda _m, _i, out: keys.append(out[1]))
-    with torch.no_grad():
-        model(tokens(4, 90))
+    plain = fw.convert(pretrained(family), fw.FastWeightsConfig(rule="gated", m=6))
+    rule = family_of_converted(model).rule
     planes = rule.projections.planes.shape[1]
     f = rule.gates["f"].bias.detach().unflatten(0, (HEADS, 6))
     assert planes and torch.equal(f[:, :planes], f[:, planes : 2 * planes])
-    plain = fw.convert(pretrained(family), fw.FastWeightsConfig(rule="gated", m=6))
-    family_of_converted(plain).rule.projections.register_forward_hook(lambda _m, _i, out: keys.append(out[1]))
-    with torch.no_grad():
-        plain(tokens(4, 90))
+    keys = [_first_keys(m, monkeypatch) for m in (model, plain)]
     assert_close("keys", keys[0], keys[1] * (-f).sigmoid(), 1e-5)
+
+
+def _first_keys(model: Any, monkeypatch: pytest.MonkeyPatch) -> Tensor:
+    """The keys that the first layer's rule is given."""
+    keys, apply = [], fw.ops.apply
+
+    def listening(rule: str, q: Tensor, k: Tensor, *arguments: Any, **options: Any) -> Any:
+        keys.append(k)
+        return apply(rule, q, k, *arguments, **options)
+
+    with monkeypatch.context() as patched, torch.no_grad():
+        patched.setattr(fw.ops, "apply", listening)
+        model(tokens(4, 90))
+    return keys[0]
 
 
 def test_without_its_scale_add_overflows_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:

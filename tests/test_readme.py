@@ -14,6 +14,7 @@ from helpers import save_model, succeed
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "docs/generation.md"]
+LINKED = ["settings", "experiments", "training", "evaluation", "report"]
 
 
 def _blocks(page: str, language: str) -> list[str]:
@@ -41,11 +42,16 @@ def _read_from(monkeypatch: pytest.MonkeyPatch, auto: Any, tiny: Path) -> None:
 def test_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = save_model(tmp_path / "tiny", family="llama")
     monkeypatch.chdir(tmp_path)
-    commands = re.findall(r"^\$ fastweights (.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert len(commands) == 5
+    monkeypatch.setenv("FASTWEIGHTS_CACHE", str(tmp_path / "cache"))
+    for name in ("text.txt", "held_out.txt"):
+        Path(name).write_text("A quick brown fox jumps over the lazy dog. Why\n" * 300)
+    commands = re.findall(r"^\$ fastweights ((?:.*\\\n)*.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len(commands) == 9
     for command in commands:
-        succeed(*(str(tiny) if word.endswith(".gguf") else word for word in shlex.split(command)))
+        words = shlex.split(command.replace("\\\n", " "))
+        succeed(*(str(tiny) if word.endswith(".gguf") else word for word in words))
     assert (tmp_path / "france.state").is_file()
+    assert (tmp_path / "report/report.html").is_file() and (tmp_path / "run/best/README.md").is_file()
 
 
 def _result(name: str) -> Any:
@@ -67,22 +73,50 @@ def test_figures_are_those_of_the_result_files() -> None:
         assert f"| {rule} | {times} | {1e3 * split:.0f} ms, {split / chunked:.1f} × | {here} | {loops} |" in readme
     short, long = _result("cpu")["decoding"]["seconds a token"].values()
     assert f"ratio {long / short:.3f}" in readme
-    for length, measured in _result("quickstart")["measured"].items():
-        cells = [f"{1e3 * measured[name]['seconds']:.1f} ms" for name in ("attention", "decay")]
-        assert re.search(rf"^ *{int(length):,} +{cells[0]} .* {cells[1]} ", readme, re.MULTILINE)
-    described = _result("smollm2_convert")["description"]
-    for number in (described["parameters"], described["parameters"] - described["base_parameters"]):
-        assert f"{number:,}" in readme
-    swapped = _result("after_swap")["perplexity"]
-    assert f"from {swapped['base']:.1f} to {swapped['decay m 32, uniform gates'] / 1e6:.1f} million" in readme
-    assert f"to {swapped['decay m 32, uniform gates, window 32']:.0f} with `--window 32`" in readme
     experiments = (ROOT / "docs/experiments.md").read_text()
     for name, run in _result("window_mix")["runs"].items():
         for after in ("after swap", "after 245760 tokens", "after 491520 tokens", "after 999424 tokens"):
             assert re.search(rf"\| \**{_written(run[after])}\** \|", experiments), (name, after)
 
 
+def test_quickstart_figures_are_those_of_the_result_file() -> None:
+    readme, result = (ROOT / "README.md").read_text(), _result("quickstart")
+    for name, perplexity in result["perplexity"].items():
+        ratio = perplexity / result["perplexity"]["base"]
+        assert re.search(rf"^ {name} +{perplexity:,.2f} +{ratio:,.3f} ", readme, re.MULTILINE), name
+    for base, decay in zip(*(model["points"] for model in result["cost"]), strict=True):
+        cells = [f"{1e3 * point['seconds']:.1f} ms" for point in (base, decay)]
+        assert re.search(rf"^ *{base['length']:,} +{cells[0]} .* {cells[1]} ", readme, re.MULTILINE), cells
+    assert result["ratio"] <= 1.10
+
+
+def test_figures_of_training_are_those_of_the_result_files() -> None:
+    readme, own, compared = (ROOT / "README.md").read_text(), _result("own_model"), _result("recipes_compared")
+    for model in own["models"]:
+        cells = [f"{model['perplexity'][0]['token']:.2f}", f"{model['parameters']:,}"]
+        for cell in cells:
+            assert cell in readme, (model["name"], cell)
+    means = {}
+    for name, runs in compared["runs"].items():
+        means[name] = sum(run["last"]["perplexity"] for run in runs) / len(runs) / compared["base"]
+        assert f"{means[name]:.3f}" in readme, name
+    assert f"{compared['tokens']:,} tokens" in readme
+    assert len(compared["runs"]["fine-tuning"]) == 3 and means["transfer + distill"] < means["fine-tuning"]
+
+
+def test_ratios_of_the_experiments_are_those_of_the_result_files() -> None:
+    page = (ROOT / "docs/experiments.md").read_text()
+    section = page[page.index("## Recovering quality") : page.index("## How a window joins")]
+    search, cpu = _result("recovery_search"), _result("recovery_cpu")
+    runs = [*search["before"].values(), *search["after"].values(), *cpu["runs"].values()]
+    base = next(run["base"] for run in search["after"].values() if run["base"] and run["length"] == 512)
+    known = {f"{perplexity / (run['base'] or base):.3f}" for run in runs for _, perplexity in run["validation"]}
+    written = re.findall(r"\b\d\.\d{3}\b", section)
+    assert len(written) > 40
+    assert not set(written) - known
+
+
 def test_links_lead_somewhere() -> None:
-    for page in [*PAGES, "docs/settings.md", "docs/experiments.md", "CONTRIBUTING.md"]:
+    for page in [*PAGES, "CONTRIBUTING.md", *(f"docs/{name}.md" for name in LINKED)]:
         for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text()):
             assert (ROOT / page).parent.joinpath(target).exists(), f"{page}: {target}"

@@ -1,0 +1,67 @@
+"""The quickstart on little text and few steps: all that it shows, and going on after an interruption."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from fastweights import quickstart
+from fastweights.convert import load, load_tokenizer
+from fastweights.describe import describe
+from fastweights.recipe import Recipe, load_recipe
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recipe:
+    monkeypatch.setenv("FASTWEIGHTS_CACHE", str(tmp_path / "cache"))
+    for name, value in (("MEASURED_CHARACTERS", 5000), ("RECALL_SAMPLES", 1), ("LENGTHS", (32, 64))):
+        monkeypatch.setattr(quickstart, name, value)
+    recipe = load_recipe("quickstart")
+    stages = tuple(dataclasses.replace(stage, tokens=2048, learning_rate=1e-5) for stage in recipe.stages)
+    return dataclasses.replace(
+        recipe, stages=stages, batch_tokens=1024, validate_every=1, validation_tokens=1024, checkpoint_every=1
+    )
+
+
+def test_it_tells_the_whole_story(small: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output, folder = io.StringIO(), tmp_path / "out"
+    result = quickstart.run(folder, Console(file=output, width=120), small)
+    text = output.getvalue()
+    for name, perplexity in result["perplexity"].items():
+        assert f"{name}" in text and f"{perplexity:,.2f}" in text
+    assert result["perplexity"]["after the swap"] > 2 * result["perplexity"]["base"]
+    assert result["perplexity"]["after training"] < result["perplexity"]["after the swap"]
+    assert text.count(quickstart.PROMPT) == 2
+    assert (folder / "report/report.html").stat().st_size > 10_000
+    assert json.loads((folder / "result.json").read_text())["ratio"] == result["ratio"]
+    assert describe(load(folder / "training/best")).converted == (0, 1, 2, 3)
+    _again(folder, small, monkeypatch)
+
+
+def _again(folder: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A finished quickstart starts again; one that was stopped goes on."""
+    called: list[str] = []
+    ways: dict[str, Any] = {name: getattr(quickstart, name) for name in ("train", "resume")}
+    for name, way in ways.items():
+        monkeypatch.setattr(quickstart, name, lambda *a, n=name, w=way, **k: called.append(n) or w(*a, **k))
+    quiet = Console(file=io.StringIO())
+    quickstart._train(folder, recipe, quiet)
+    (folder / "training/result.json").unlink()
+    quickstart._train(folder, recipe, quiet)
+    assert called == ["train", "resume"]
+
+
+def test_the_packaged_model_is_small_and_can_be_read() -> None:
+    model, files = load(quickstart.PACKAGED), list(quickstart.PACKAGED.iterdir())
+    assert model.num_parameters() <= 3_000_000
+    assert sum(file.stat().st_size for file in files if ".txt" not in file.name) <= 6_000_000
+    assert sum(file.stat().st_size for file in files if ".txt" in file.name) <= 1_500_000
+    tokenizer = load_tokenizer(quickstart.PACKAGED)
+    for text in ("It was a dark evening.", "naïve – “quoted” 漢字\n\ttabs"):
+        assert tokenizer.decode(tokenizer(text).input_ids) == text
