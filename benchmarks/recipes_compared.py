@@ -1,7 +1,7 @@
 """Transfer, then distillation, against plain fine-tuning at equal tokens, on the packaged model: validation curves of
 both recipes for several seeds, as JSON and as one plot.
 
-    python benchmarks/recipes_compared.py [--tokens 400000] [--seeds 0,1,2] [--work FOLDER]
+    python benchmarks/recipes_compared.py [--tokens 200000] [--seeds 0,1,2] [--processes 2]
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def recipes(tokens: int) -> dict[str, tuple[Stage, ...]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=400_000)
+    parser.add_argument("--tokens", type=int, default=200_000)
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--processes", type=int, default=2, help="runs at once, on one thread each")
     parser.add_argument("--out", type=Path, default=Path("results/recipes_compared.json"))
@@ -74,7 +74,7 @@ def run(job: tuple[str, int, int]) -> dict[str, Any]:
     name, seed, tokens = job
     torch.set_num_threads(1)
     recipe: Recipe = dataclasses.replace(
-        load_recipe("quickstart"), stages=recipes(tokens)[name], seed=seed, validate_every=25, validation_tokens=32_768
+        load_recipe("quickstart"), stages=recipes(tokens)[name], seed=seed, validate_every=10, validation_tokens=8192
     )
     with tempfile.TemporaryDirectory() as folder:
         converted = convert(load(PACKAGED, dtype=torch.float32), dataclasses.replace(SETTINGS, seed=seed))

@@ -17,7 +17,16 @@ from rich.table import Column, Table
 
 from fastweights import __version__
 from fastweights.config import FastWeightsConfig
-from fastweights.options import parse_numbers, reports_errors, takes_changes, takes_settings
+from fastweights.options import (
+    check_output,
+    given_options,
+    parse_numbers,
+    reports_errors,
+    stage_help,
+    takes_changes,
+    takes_settings,
+    usable_device,
+)
 
 if TYPE_CHECKING:
     from fastweights.describe import Description
@@ -150,7 +159,7 @@ def generate(
     if save_state is not None and (save_state.is_dir() or not save_state.parent.is_dir()):
         raise ValueError(f"--save-state {save_state} cannot be written: give a file name in a folder that exists")
     with Console(stderr=True).status(f"loading {escape(str(folder))}"):
-        model, tokenizer = _load_with_tokenizer(folder, dtype, _usable(device))
+        model, tokenizer = _load_with_tokenizer(folder, dtype, usable_device(device))
     state = start_state(model, folder, load_state, save_state)
     prompt_ids = prompt_tokens(tokenizer, prompt, continues=load_state is not None).to(model.device)
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if num_beams == 1 else None
@@ -183,9 +192,7 @@ def train(
     teacher: Annotated[
         str | None, typer.Option(help="The unconverted model; by default the one that DIR was converted from.")
     ] = None,
-    change: Annotated[
-        list[str], typer.Option("--set", help="Change a stage: LOSS.NAME=VALUE, such as distill.tokens=1000000.")
-    ] = [],  # noqa: B006 (typer makes a new one)
+    change: Annotated[list[str], typer.Option("--set", help=stage_help())] = [],  # noqa: B006 (typer makes a new one)
     text_field: Annotated[str, typer.Option(help="Field of JSON lines and data sets that holds the text.")] = "text",
     limit: Annotated[int | None, typer.Option(min=1, help="Tokens to read of the data, at most.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, or by default a GPU where there is one.")] = None,
@@ -194,6 +201,7 @@ def train(
     ] = False,
     report_to: Annotated[str | None, typer.Option(help="Tracker of accelerate: tensorboard, wandb, ...")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder, as it was begun.")] = None,
+    context: typer.Context = None,  # type: ignore[assignment]
 ) -> None:
     """Train a converted model back to its old quality. Killed at any moment, a run goes on with --resume."""
     from transformers.utils import logging
@@ -206,8 +214,9 @@ def train(
 
     logging.disable_progress_bar()
     if resume is not None:
-        if model or data or output or changes or change:
-            raise ValueError("--resume goes on with a run as it was begun: give it alone")
+        others = given_options(context, besides="resume")
+        if others:
+            raise ValueError(f"--resume goes on with a run as it was begun: give it alone, without {', '.join(others)}")
         result, folder = resume_training(resume), resume
     else:
         if model is None or data is None or output is None:
@@ -284,9 +293,10 @@ def evaluate(
     from fastweights.sources import read_text
 
     logging.disable_progress_bar()
+    check_output(output)
     contexts = parse_numbers("--context", context)
-    texts = {Path(source).name: read_text(source, text_field) for source in data}
-    usable = _usable(device)
+    texts = {_short(source, data): read_text(source, text_field) for source in data}
+    usable = usable_device(device)
     with Console(stderr=True).status("loading"):
         loaded = {name: _load_any(name, dtype, usable) for name in models}
     result = measure(
@@ -334,25 +344,51 @@ def _print_tables(result: dict[str, Any]) -> None:
 @app.command()
 @reports_errors
 def profile(
-    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Models to compare; base first.")],
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[MODEL]...", help="Models to compare, the base first; by default the packaged one."),
+    ] = None,
     lengths: Annotated[str, typer.Option(help="Text lengths, in tokens.")] = "256,1024,4096,16384",
     device: Annotated[str | None, typer.Option(help="Device to run on; by default a GPU where there is one.")] = None,
     dtype: Annotated[Dtype, typer.Option(help=DTYPE_HELP)] = "auto",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON file for the result.")] = None,
 ) -> None:
-    """Time and memory of one more token after texts of several lengths."""
+    """Time and memory of one more token after texts of several lengths. A converted model alone is compared with the
+    model it was made from, where that is found."""
     from transformers.utils import logging
 
     from fastweights.profiling import decode_cost
     from fastweights.provenance import write_result
 
     logging.disable_progress_bar()
-    usable = _usable(device)
-    loaded = {_short(name, models): _load_any(name, dtype, usable)[0] for name in models}
+    check_output(output)
+    usable = usable_device(device)
+    loaded = _profiled(models or [], dtype, usable)
     result = decode_cost(loaded, parse_numbers("--lengths", lengths), stretch_positions=True)
     _print_tables(result)
     if output is not None:
         write_result(output, result)
+
+
+def _profiled(names: list[str], dtype: str, device: str) -> dict[str, Any]:
+    """The models named; none: the packaged one and its conversion; a converted one alone: its base before it."""
+    from fastweights.convert import convert, load
+    from fastweights.models import CheckpointError
+
+    if not names:
+        from fastweights.quickstart import PACKAGED, SETTINGS
+
+        base, converted = (load(PACKAGED, dtype="float32").to(device).eval() for _ in range(2))
+        return {"packaged": base, "decay": convert(converted, SETTINGS)}
+    loaded = {_short(name, names): _load_any(name, dtype, device)[0] for name in names}
+    base_name = getattr(next(iter(loaded.values())).config, "fastweights_base", None) if len(names) == 1 else None
+    if base_name is None:
+        return loaded
+    try:
+        return {"base": load(base_name, dtype=dtype).to(device).eval()} | loaded
+    except CheckpointError:
+        typer.echo(f"the base {base_name} is not found: measured without it", err=True)
+        return loaded
 
 
 @app.command()
@@ -364,13 +400,15 @@ def report(
     ),
     title: Annotated[str | None, typer.Option(help="Title of the page.")] = None,
     card: Annotated[Path | None, typer.Option(help="Also write a model card into this saved model's folder.")] = None,
+    base_name: Annotated[str | None, typer.Option(help="Hub id of the base model, for the card.")] = None,
+    license: Annotated[str | None, typer.Option(help="Licence, for the card.")] = None,
 ) -> None:
     """Turn results into a page with tables and plots, and into a model card for the hub."""
     from fastweights.report import make_report, write_model_card
 
     typer.echo(str(make_report(results, output, title=title)))
     if card is not None:
-        typer.echo(str(write_model_card(results, card)))
+        typer.echo(str(write_model_card(results, card, base_name=base_name, license=license)))
 
 
 @app.command()
@@ -387,17 +425,6 @@ def quickstart(
 
     logging.disable_progress_bar()
     run(output, Console())
-
-
-def _usable(device: str | None) -> str:
-    import torch
-
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {device} cannot be used here: {str(error).splitlines()[0]}") from error
-    return device
 
 
 def _load_with_tokenizer(folder: Path, dtype: str, device: str) -> tuple[Any, Any]:

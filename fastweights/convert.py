@@ -95,6 +95,7 @@ def load(source: str | os.PathLike, **kwargs: Any) -> Any:
         AutoModelForCausalLM, source, **kwargs | {"output_loading_info": True, "ignore_mismatched_sizes": True}
     )
     check_tensors(source, info, extra_is_error=False)
+    _forget_gguf(model)
     return model
 
 

@@ -7,12 +7,13 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import Field, fields
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from fastweights.config import ConfigError, FastWeightsConfig
-from fastweights.recipe import Recipe, RecipeError, Stopped
+from fastweights.recipe import Recipe, RecipeError, Stage, Stopped
 
 
 def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
@@ -67,6 +68,17 @@ def _option(setting: Field) -> inspect.Parameter:
     )
 
 
+def _with_default(setting: Field) -> str:
+    default = "" if setting.default is None else f" Unless the recipe says otherwise, {setting.default}."
+    return Recipe.help(setting.name) + default
+
+
+def stage_help() -> str:
+    """Every setting of a stage, for the help of --set."""
+    described = [f"{f.name} ({f.default}): {f.metadata['help']}" for f in fields(Stage)]
+    return "Change a stage: LOSS.NAME=VALUE, such as distill.tokens=1000000. Names and defaults: " + " ".join(described)
+
+
 def takes_changes(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command an option for every field of a Recipe but its stages; the command gets those given as
     `changes`."""
@@ -84,12 +96,29 @@ def takes_changes(command: Callable[..., None]) -> Callable[..., None]:
             f.name,
             inspect.Parameter.KEYWORD_ONLY,
             default=None,
-            annotation=Annotated[types[f.name] | None, typer.Option(help=Recipe.help(f.name))],
+            annotation=Annotated[types[f.name] | None, typer.Option(help=_with_default(f))],
         )
         for f in settings
     ]
     run.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
     return run
+
+
+def given_options(context: typer.Context, besides: str) -> list[str]:
+    """The options and arguments that were typed, as they are typed."""
+    typed = [p for p in context.command.params if p.name != besides and _was_typed(context, str(p.name))]
+    return [p.opts[0] if p.opts[0].startswith("-") else "DIR" for p in typed]
+
+
+def _was_typed(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def check_output(path: Path | None) -> None:
+    """Before hours of measuring, not after."""
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise ValueError(f"--output {path} cannot be written: give a file name in a folder that exists")
 
 
 def parse_numbers(flag: str, text: str) -> list[int]:
@@ -109,3 +138,14 @@ def parse_layers(text: str) -> tuple[int, ...]:
             raise ConfigError(f"layers must be numbers and ranges from low to high such as 0,2,5-7, found {text!r}")
         layers.extend(numbers)
     return tuple(layers)
+
+
+def usable_device(device: str | None) -> str:
+    import torch
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {device} cannot be used here: {str(error).splitlines()[0]}") from error
+    return device

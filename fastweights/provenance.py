@@ -37,13 +37,17 @@ def _commit() -> str:
     """The commit of the source, with + for uncommitted changes; FASTWEIGHTS_COMMIT where there is no repository."""
     if commit := os.environ.get("FASTWEIGHTS_COMMIT"):
         return commit
-    here = Path(__file__).parent
     try:
-        commit = subprocess.check_output(["git", "rev-parse", "--short=12", "HEAD"], cwd=here, text=True).strip()
-        changes = subprocess.check_output(["git", "status", "--porcelain", "-uno"], cwd=here, text=True).strip()
+        _git("ls-files", "--error-unmatch", Path(__file__).name)  # installed, it may lie in someone else's repository
+        commit, changes = _git("rev-parse", "--short=12", "HEAD"), _git("status", "--porcelain", "-uno")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return commit + ("+" if changes else "")
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", *arguments]
+    return subprocess.check_output(command, cwd=Path(__file__).parent, text=True, stderr=subprocess.DEVNULL).strip()
 
 
 def _versions(*packages: str) -> dict[str, str]:

@@ -25,15 +25,15 @@ from fastweights.evaluate import evaluate
 from fastweights.profiling import decode_cost
 from fastweights.provenance import write_result
 from fastweights.recipe import Recipe, load_recipe
-from fastweights.report import make_report
-from fastweights.sources import read_text
+from fastweights.report import check_matplotlib, make_report
+from fastweights.sources import documents
 from fastweights.train import Task, resume, train
 
 PACKAGED = Path(__file__).parent / "packaged"
 RECOVERY_TEXT, VALIDATION_TEXT = PACKAGED / "recovery.txt.xz", PACKAGED / "validation.txt.xz"
 WINDOW = 512
-# Characters of the validation books that are measured on: about 90,000 tokens.
-MEASURED_CHARACTERS = 260_000
+# Characters of each of the validation books that are measured on: about 90,000 tokens.
+MEASURED_CHARACTERS = 130_000
 RECALL_SAMPLES = 16
 LENGTHS = (256, 1024, 4096, 16384)
 SETTINGS = FastWeightsConfig(rule="decay", m=32, gate_init="log", window=32, train_length=WINDOW, positions="clamp")
@@ -43,6 +43,7 @@ BASE, SWAPPED, TRAINED = "base", "after the swap", "after training"
 
 def run(folder: Path, console: Console, recipe: Recipe | None = None) -> dict[str, Any]:
     """Measure, swap, measure, train, measure, generate, report; returns the result that is written beside the rest."""
+    check_matplotlib()
     began = time.perf_counter()
     recipe = recipe or load_recipe("quickstart")
     tokenizer = load_tokenizer(PACKAGED)
@@ -84,7 +85,7 @@ def _tokens(recipe: Recipe) -> int:
 
 
 def _measure(name: str, model: Any, tokenizer: Any, recall: bool = True) -> dict[str, Any]:
-    text = {"two unseen books": read_text(VALIDATION_TEXT)[:MEASURED_CHARACTERS]}
+    text = {"two unseen books": "\n\n".join(text[:MEASURED_CHARACTERS] for text in documents(VALIDATION_TEXT))}
     options: dict[str, Any] = dict(recall=recall, recall_samples=RECALL_SAMPLES, by_position=True)
     return evaluate({name: (model, tokenizer)}, data=text, length=WINDOW, **options)
 
@@ -94,8 +95,10 @@ def _train(folder: Path, recipe: Recipe, console: Console) -> dict[str, Any]:
     target, display = folder / "training", Display(console=console)
     if (target / saved.RUN).is_file() and not (target / saved.RESULT).is_file():
         return resume(target, display=display)
-    shutil.rmtree(target, ignore_errors=True)
-    task = Task(str(folder / "swapped"), str(RECOVERY_TEXT), recipe, validation=str(VALIDATION_TEXT))
+    if (target / saved.RUN).is_file():
+        shutil.rmtree(target)
+    model, texts = str((folder / "swapped").absolute()), (str(RECOVERY_TEXT), str(VALIDATION_TEXT))
+    task = Task(model, texts[0], recipe, validation=texts[1], device="cpu")
     return train(task, target, display=display)
 
 

@@ -165,6 +165,11 @@ def _field(row: Any, field: str, where: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
+def documents(name: str | os.PathLike, field: str = "text") -> Iterator[str]:
+    for text, _ in find(str(name), field).documents:
+        yield text
+
+
 def read_text(name: str | os.PathLike, field: str = "text") -> str:
     """All documents of a source as one text, an empty line between them."""
-    return "\n\n".join(text for text, _ in find(str(name), field).documents)
+    return "\n\n".join(documents(name, field))

@@ -12,6 +12,7 @@ import math
 import os
 import signal
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -146,6 +147,8 @@ class _StageRun:
         """DDP through accelerate. Sharded (FSDP2), every fast-weight layer is a unit: transfer calls it alone."""
         if not self.run.sharded:
             return self.run.accelerator.prepare(trainee) if self.run.world > 1 else trainee
+        # a layer's output may be a view; no family adds to it in place
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         for layer in converted_layers(trainee).values():
             fully_shard(layer)
         for block in family_of_model(self.student).blocks(self.student):

@@ -67,8 +67,6 @@ def test_packed_rows_are_the_documents_by_themselves(family: str) -> None:
             with torch.no_grad():
                 apart = sum(loss_of(student, teacher, document, **stage) for document in documents)
                 together = loss_of(student, teacher, rows, **stage)
-            if student is students[0] and stage["loss"] == "distill":
-                stage = stage | {"is": "cross-entropy alone"}
             assert_close(str(stage), together, apart, 1e-5)
 
 
@@ -103,7 +101,7 @@ def test_distilling_a_model_into_itself_has_no_loss_and_no_gradient() -> None:
     def gradient(model: Any) -> tuple[float, float]:
         loss = loss_of(model, teacher, rows, loss="distill")
         loss.backward()
-        return float(loss), sum(float(p.grad.square().sum()) for p in model.parameters()) ** 0.5
+        return float(loss.detach()), sum(float(p.grad.square().sum()) for p in model.parameters()) ** 0.5
 
     loss, norm = gradient(student)
     far, steep = gradient(other)
@@ -118,7 +116,7 @@ def test_distill_is_the_divergence_written_out(temperature: float, share: float)
     with torch.no_grad():
         found = loss_of(student, teacher, rows, loss="distill", temperature=temperature, cross_entropy=share)
         inputs = {name: rows[name] for name in ("input_ids", "position_ids")}
-        p, q = (model(**inputs).logits.double()[:, :-1] for model in (teacher, student))
+        p, q = (model(**inputs, use_cache=False).logits.double()[:, :-1] for model in (teacher, student))
     expected = 0.0
     for row, column in (rows["labels"][:, 1:] != -100).nonzero().tolist():
         wanted, got = (x[row, column] / temperature for x in (p, q))
@@ -188,7 +186,7 @@ def test_fitted_outputs_are_the_best_there_are(family: str, kind: str) -> None:
     teacher, student = pretrained(family), converted(family, rule="decay", m=5)
     with torch.no_grad():
         before = loss_of(student, teacher, rows, loss="transfer")
-        fit_outputs(student, teacher, rows, kind)
+        fit_outputs(student, teacher, _halves(rows), kind)
         after = loss_of(student, teacher, rows, loss="transfer")
     assert float(after) < 0.9 * float(before)
     heard = listen(teacher, rows)
@@ -204,6 +202,10 @@ def test_fitted_outputs_are_the_best_there_are(family: str, kind: str) -> None:
                 assert squared_error(other, heard[index], rows) > best
 
 
+def _halves(rows: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    return [{name: x[part] for name, x in rows.items()} for part in (slice(0, 3), slice(3, None))]
+
+
 def _change_outputs(layer: Any, factor: Tensor) -> None:
     if factor.ndim == 1:
         factor = factor.repeat_interleave(layer.shape.head_dim)
@@ -216,7 +218,7 @@ def test_fitted_outputs_are_what_least_squares_finds(kind: str) -> None:
     rows = batch_of(tokens(8, 32))
     teacher, student = pretrained("gpt2"), converted("gpt2", rule="decay", m=5)
     before = copy.deepcopy(student)
-    fit_outputs(student, teacher, rows, kind)
+    fit_outputs(student, teacher, _halves(rows), kind)
     heard = listen(teacher, rows)
     for index, layer in converted_layers(student).items():
         old, seen = converted_layers(before)[index], []
@@ -244,7 +246,7 @@ def _least_error(y: Tensor, wanted: Tensor, layer: Any, kind: str) -> float:
 def test_fitting_needs_no_gradient_and_touches_outputs_only() -> None:
     rows, teacher, student = batch_of(tokens(4, 32)), pretrained("llama"), converted("llama")
     before = {name: tensor.clone() for name, tensor in student.state_dict().items()}
-    fit_outputs(student, teacher, rows, "full")
+    fit_outputs(student, teacher, [rows], "full")
     changed = {name for name, tensor in student.state_dict().items() if not torch.equal(tensor, before[name])}
     assert changed == {f"model.layers.{i}.self_attn.o_proj.weight" for i in range(2)}
     assert all(parameter.requires_grad and parameter.grad is None for parameter in student.parameters())

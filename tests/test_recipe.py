@@ -13,7 +13,7 @@ import pytest
 import yaml
 from helpers import error_of, run, save_model, succeed
 from tiny import config_of
-from training import Files, make_recipe, make_task, train_in, training_files
+from training import Files, command, make_recipe, make_task, train_in, training_files
 from transformers import GPT2LMHeadModel
 
 from fastweights.recipe import Recipe, RecipeError, Stage, change, load_recipe, parse_changes, recipe_folder
@@ -165,11 +165,11 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Files]:
 
 def refused(files: Files, *arguments: Any, model: Path | None = None, output: str = "refused") -> str:
     """The error of a train command that is refused before anything is written."""
-    small = ("--length", 32, "--batch-tokens", 128)
     target = files.folder / output
     before = sorted(target.iterdir()) if target.is_dir() else None
-    given = ("--data", files.data, "-o", target, *small, "--device", "cpu", *arguments)
-    result = run("train", model or files.converted, *given)
+    name, _, *typed = command(files, files.folder / "refused")
+    typed[typed.index("-o") + 1] = target
+    result = run(name, model or files.converted, *typed, *arguments)
     assert result.exit_code == 2, (result.output, result.exception)
     assert (sorted(target.iterdir()) if target.is_dir() else None) == before
     error = result.stderr.strip()  # where text was read, the bar's empty line stands before it
@@ -204,7 +204,7 @@ def test_lengths_beyond_the_positions_of_the_model(files: Files) -> None:
     assert "--length 128" in refused(files, "--length", 128)
     assert "positions for 96 tokens only" in refused(files, "--set", "distill.length=128")
     validated = ("--set", "transfer.length=32", "--set", "distill.length=32", "--length", 128)
-    assert "positions for 96 tokens only" in refused(files, *validated, "--validation", files.validation)
+    assert "positions for 96 tokens only" in refused(files, *validated)
 
 
 def test_data_that_is_missing_empty_or_too_little(files: Files) -> None:
@@ -220,10 +220,11 @@ def test_data_that_is_missing_empty_or_too_little(files: Files) -> None:
 
 def test_models_that_cannot_be_trained_so(files: Files) -> None:
     bare = save_model(files.folder / "bare", with_tokenizer=False)
-    assert "has no tokenizer" in refused(files, "--recipe", "paper", model=bare)
+    finetune = ("--set", "transfer.loss=finetune", "--set", "distill.loss=finetune")
+    assert "has no tokenizer" in refused(files, model=bare)
     assert "is not converted: transfer and fit teach" in refused(files, model=files.base)
-    assert "is not converted: --lora" in refused(files, "--recipe", "paper", "--lora", 2, model=files.base)
-    frozen = ("--recipe", "paper", "--set", "finetune.body_learning_rate=0")
+    assert "is not converted: --lora" in refused(files, *finetune, "--lora", 2, model=files.base)
+    frozen = (*finetune, "--set", "finetune.body_learning_rate=0")
     assert "the stage finetune trains nothing" in refused(files, *frozen, model=files.base)
     assert "the stage distill trains nothing" in refused(files, "--set", "distill.learning_rate=0")
     assert "no folder at" in refused(files, model=files.folder / "nowhere")

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import yaml
 from helpers import tokenizer
 from safetensors.torch import load_file
 from tiny import config_of, pretrained
@@ -93,6 +94,14 @@ def make_recipe(stages: tuple[dict[str, Any], ...] = CHAIN, **settings: Any) -> 
 def make_task(files: Files, recipe: Recipe | None = None, **settings: Any) -> Task:
     usual = dict(model=str(files.converted), data=str(files.data), validation=str(files.validation), device="cpu")
     return Task(recipe=recipe or make_recipe(), **usual | settings)
+
+
+def command(files: Files, output: Path, recipe: Recipe | None = None, *more: Any) -> tuple[Any, ...]:
+    """The same task as it is typed."""
+    path = output.with_name(f"{output.name}.yaml")
+    path.write_text(yaml.safe_dump((recipe or make_recipe()).to_dict()))
+    typed = ("--validation", files.validation, "--device", "cpu", "--recipe", path, "-o", output)
+    return ("train", files.converted, "--data", files.data, *typed, *more)
 
 
 class Crash(Exception):

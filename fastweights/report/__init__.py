@@ -7,6 +7,15 @@ plots (SVG), parts (what tables and plots share), quality, cost, training (conte
 
 from fastweights.report.build import compare_curves, make_report, tables_of
 from fastweights.report.card import model_card, write_model_card
+from fastweights.report.plots import check_matplotlib
 from fastweights.report.results import ReportError
 
-__all__ = ["ReportError", "compare_curves", "make_report", "model_card", "tables_of", "write_model_card"]
+__all__ = [
+    "ReportError",
+    "check_matplotlib",
+    "compare_curves",
+    "make_report",
+    "model_card",
+    "tables_of",
+    "write_model_card",
+]

@@ -57,7 +57,7 @@ def model_card(
     from huggingface_hub import ModelCardData
 
     found = read_results(results)
-    base_name = base_name or _hub_id_in(found)
+    base_name = base_name or _hub_id_in(found) or _hub_id_of(Path(model_folder))
     about = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
@@ -65,7 +65,7 @@ def model_card(
         base_model=base_name,
         license=license,
     )
-    page = Page(Path(model_folder).resolve().name, _card_sections(found, Path(model_folder), base_name))
+    page = Page(_name(Path(model_folder)), _card_sections(found, Path(model_folder), base_name))
     return f"---\n{about.to_yaml()}\n---\n{MARK}\n\n{to_markdown(page)}"
 
 
@@ -90,6 +90,21 @@ def _hub_id_in(results: Sequence[Result]) -> str | None:
     names += [model.body.get("name") for model in models_in(results) if not model.converted]
     ids = [name for name in names if isinstance(name, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", name)]
     return next((name for name in ids if not Path(name).exists()), None)
+
+
+def _hub_id_of(folder: Path) -> str | None:
+    """The model it was converted from, where that is one of the hub's."""
+    try:
+        name = json.loads((folder / "config.json").read_text()).get("fastweights_base", "")
+    except (OSError, ValueError):
+        return None
+    return name if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not Path(name).exists() else None
+
+
+def _name(folder: Path) -> str:
+    """A model's name: of a training run's `best` or `last`, the run's."""
+    folder = folder.absolute()
+    return folder.parent.name if folder.is_symlink() else folder.name
 
 
 def _card_sections(results: Sequence[Result], folder: Path, base_name: str | None) -> list[Section]:
@@ -122,7 +137,7 @@ def _what_it_is(described: Description, base_name: str | None) -> list[Block]:
 
 
 def _loading(folder: Path) -> str:
-    name = json.dumps(folder.resolve().name)
+    name = json.dumps(_name(folder))
     return f"""import fastweights  # first: it makes the model known to transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -85,7 +85,7 @@ class Panel:
 
 def draw(panel: Panel) -> str:
     """The panel as SVG."""
-    matplotlib = _matplotlib()
+    matplotlib = check_matplotlib()
     text = io.StringIO()
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from")  # a browser has the fonts that are missing here
@@ -115,7 +115,7 @@ def figure(panel: Panel) -> Any:
     return drawn
 
 
-def _matplotlib() -> Any:
+def check_matplotlib() -> Any:
     try:
         import matplotlib
     except ImportError as error:

@@ -1,0 +1,203 @@
+"""Runs that end badly: divergence, a full disk. What was saved before stays whole, and the message says so."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from helpers import run
+from safetensors import SafetensorError
+from training import (
+    CHAIN,
+    FINETUNE,
+    STEP,
+    CrashingDisplay,
+    Files,
+    assert_same_run,
+    command,
+    crash_after,
+    make_recipe,
+    make_task,
+    resume_in,
+    save_converted,
+    train_in,
+    training_files,
+    weights_of,
+)
+from transformers import AutoModelForCausalLM
+
+from fastweights import checkpoint
+from fastweights.train import Diverged, TrainingError, train
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Files]:
+    with training_files(tmp_path_factory.mktemp("failures")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def chain(files: Files) -> Path:
+    """The run that nothing happened to."""
+    train_in(files.folder / "chain", make_task(files))
+    return files.folder / "chain"
+
+
+def diverged(folder: Path, task: Any) -> dict[str, Any]:
+    with pytest.raises(Diverged, match=r"recorded in .*result\.json"):
+        train_in(folder, task)
+    result = json.loads((folder / "result.json").read_text())
+    assert result["finished"] is False and set(result["diverged"]) == {"step", "stage", "reason"}
+    return result
+
+
+def test_a_learning_rate_without_measure(files: Files, tmp_path: Path) -> None:
+    """The checkpoint from before is still there, and finite."""
+    wild = dict(loss="finetune", tokens=50 * STEP, learning_rate=1e30, warmup=0)
+    result = diverged(tmp_path / "run", make_task(files, make_recipe((CHAIN[0], wild))))
+    assert result["diverged"]["stage"] == 1 and result["diverged"]["step"] >= 6
+    assert "loss" in result["diverged"]["reason"]
+    assert all(torch.isfinite(tensor).all() for tensor in weights_of(tmp_path / "run" / "last").values())
+    assert result["best"]["step"] == 6
+
+
+def test_a_run_that_diverges_on_the_command_line(files: Files, tmp_path: Path) -> None:
+    wild = make_recipe((dict(loss="finetune", tokens=9 * STEP, learning_rate=1e30, warmup=0),))
+    result = run(*command(files, tmp_path / "run", wild))
+    assert result.exit_code == 3 and "result.json" in result.stderr
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["diverged"]
+
+
+def test_weights_that_are_not_numbers(files: Files, tmp_path: Path) -> None:
+    student = save_converted(tmp_path / "student", files.base)
+    model = AutoModelForCausalLM.from_pretrained(student)
+    model.transformer.ln_f.weight.data[3] = float("nan")
+    model.save_pretrained(student)
+    result = diverged(tmp_path / "run", make_task(files, make_recipe(CHAIN[1:]), model=str(student)))
+    assert result["diverged"] == {
+        "step": 0,
+        "stage": 0,
+        "reason": "step 1: the loss is nan, the norm of its gradient nan",
+    }
+    assert result["validation"] == [] and result["best"] is None
+
+
+def test_a_validation_that_is_not_a_number(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastweights.run.Run.validation_loss", lambda *_: float("inf"))
+    result = diverged(tmp_path / "run", make_task(files, make_recipe(FINETUNE)))
+    assert result["diverged"]["reason"] == "step 4: the validation loss is inf"
+    assert (tmp_path / "run" / "last").readlink().name == "0-0000003"
+
+
+def test_a_loss_that_stays_high_ends_the_run(files: Files, tmp_path: Path) -> None:
+    """Steps as long as the learning rate soon leave the loss far above where it started."""
+    wild = dict(loss="finetune", tokens=50 * STEP, learning_rate=0.3, warmup=0)
+    task = make_task(files, make_recipe((wild,), diverged_above=0.5, diverged_for=5))
+    result = diverged(tmp_path / "run", task)
+    assert "for 5 steps" in result["diverged"]["reason"] and result["diverged"]["step"] < 20
+    with pytest.raises(Diverged, match="for 5 steps"):
+        resume_in(tmp_path / "run")
+
+
+def no_room(*_: Any, **__: Any) -> Any:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def no_room_for_half(write: Callable[..., Any]) -> Callable[..., Any]:
+    """A file that was begun, and an error as the safetensors library words it."""
+
+    def fail(tensors: Any, path: Any, *_: Any, **__: Any) -> None:
+        write(tensors, path)
+        os.truncate(path, os.path.getsize(path) // 2)
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    return fail
+
+
+def no_room_for_tokenizer(*_: Any, **__: Any) -> None:
+    raise Exception("No space left on device (os error 28)")
+
+
+FULL: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "model": lambda patch: patch.setattr(
+        transformers.modeling_utils, "safe_save_file", no_room_for_half(transformers.modeling_utils.safe_save_file)
+    ),
+    "tokenizer": lambda patch: patch.setattr(
+        transformers.PreTrainedTokenizerFast, "save_pretrained", no_room_for_tokenizer
+    ),
+    "optimizer": lambda patch: patch.setattr(checkpoint, "save_file", no_room_for_half(checkpoint.save_file)),
+    "progress": lambda patch: patch.setattr(checkpoint, "write_json", no_room),
+}
+
+
+@pytest.mark.parametrize("what", FULL)
+def test_a_disk_that_fills_up_costs_one_checkpoint(
+    files: Files, chain: Path, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first checkpoint is that of step 3; there is no room for the one of step 6, a stage's last."""
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patched, pytest.raises(TrainingError) as failure:
+        train(make_task(files), folder, display=CrashingDisplay(4, then=lambda: FULL[what](patched)))
+    said = str(failure.value)
+    assert said.startswith(f"cannot write the checkpoint {folder / 'checkpoints' / '1-0000006'}: ")
+    assert "No space left on device" in said
+    assert said.endswith(f"the checkpoint of step 3 is whole: make room, then fastweights train --resume {folder}")
+    assert os.listdir(folder / "checkpoints") == ["0-0000003"] and (folder / "last").readlink().name == "0-0000003"
+    assert AutoModelForCausalLM.from_pretrained(folder / "last")
+    resume_in(folder)
+    assert_same_run(folder, chain)
+
+
+@pytest.mark.parametrize("after", [1, 4])
+def test_a_disk_too_full_for_the_log(files: Files, chain: Path, tmp_path: Path, after: int) -> None:
+    """/dev/full has no room for anything."""
+    folder = tmp_path / "run"
+    log, kept = folder / "log.jsonl", folder / "kept"
+
+    def fill() -> None:
+        log.rename(kept)
+        log.symlink_to("/dev/full")
+
+    with pytest.raises(TrainingError) as failure:
+        train(make_task(files), folder, display=CrashingDisplay(after, then=fill))
+    whole = "the checkpoint of step 3 is whole" if after == 4 else "no checkpoint was written yet"
+    assert re.match(rf"{re.escape(str(log))}: No space left on device; {whole}: make room", str(failure.value))
+    assert f"fastweights train --resume {folder}" in str(failure.value)
+    kept.replace(log)
+    resume_in(folder)
+    assert_same_run(folder, chain)
+
+
+def test_a_disk_too_full_for_the_result(
+    files: Files, chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patched, pytest.raises(TrainingError, match=r"checkpoint of step 12 is whole"):
+        patched.setattr("fastweights.train.write_result", no_room)
+        train_in(folder, make_task(files))
+    assert not (folder / "result.json").exists()
+    resume_in(folder)
+    assert_same_run(folder, chain)
+    assert json.loads((folder / "result.json").read_text())["finished"]
+
+
+def test_a_disk_too_full_to_begin_or_go_on(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "run"
+    task = make_task(files, make_recipe(FINETUNE))
+    with monkeypatch.context() as patched, pytest.raises(TrainingError, match="choose another output folder"):
+        patched.setattr(Path, "replace", no_room)
+        train_in(folder, task)
+    assert os.listdir(folder) == []
+    crash_after(folder, task, 4)
+    with monkeypatch.context() as patched, pytest.raises(TrainingError, match="step 3 is whole: make room"):
+        patched.setattr(Path, "replace", no_room)
+        resume_in(folder)
+    resume_in(folder)
