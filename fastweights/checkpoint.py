@@ -7,6 +7,7 @@ two of them), run.json (what was asked for), log.jsonl (a line for each step), r
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -36,6 +37,7 @@ class Progress:
     validation: list[dict[str, Any]] = field(default_factory=list)
     best: dict[str, Any] | None = None
     base: dict[str, Any] | None = None
+    data: list[int] | None = None
     stage_seconds: list[float] = field(default_factory=list)
 
 
@@ -66,6 +68,8 @@ def link(folder: Path, name: str, checkpoint: Path) -> None:
     temporary = folder / f".{name}.tmp"
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(Path(CHECKPOINTS) / checkpoint.name)
+    if (folder / name).is_dir() and not (folder / name).is_symlink():
+        shutil.rmtree(folder / name)  # a run that was copied may have folders for its links
     temporary.replace(folder / name)
 
 
@@ -94,6 +98,7 @@ def write_checkpoint(
     try:
         if not target.is_dir():
             _fill(temporary, model, weights, tokenizer, training, progress)
+            _flush(temporary)
             temporary.rename(target)
         # best before last: a run killed in between comes here again
         if progress.best is not None and progress.best["step"] == progress.step:
@@ -114,6 +119,16 @@ def _fill(folder: Path, model: Any, weights: dict, tokenizer: Any, training: dic
     write_json(folder / PROGRESS, asdict(progress))
 
 
+def _flush(folder: Path) -> None:
+    """To the disk itself: a rename must not outlive, after a power cut, what it names."""
+    for path in (*folder.iterdir(), folder):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
 def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
     try:
         tokenizer.save_pretrained(folder)
@@ -124,6 +139,8 @@ def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
 def remove_others(folder: Path) -> None:
     """Delete the checkpoints that are neither the best nor the last, and what a killed run left half-written."""
     kept = {linked(folder, LAST), linked(folder, BEST)}
+    if len(kept) == 2:
+        (folder / BEST / TRAINING).unlink(missing_ok=True)  # nothing goes on from there
     for checkpoint in (folder / CHECKPOINTS).iterdir():
         if checkpoint.resolve() not in kept:
             shutil.rmtree(checkpoint, ignore_errors=True)

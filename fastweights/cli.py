@@ -223,10 +223,9 @@ def train(
             missing = [n for n, v in (("DIR", model), ("--data", data), ("--output", output)) if v is None]
             raise ValueError(f"{', '.join(missing)} missing: fastweights train DIR --data TEXT -o FOLDER")
         made = changed(load_recipe(recipe), changes | parse_changes(change))
-        data, validation, teacher = (_absolute(source) for source in (data, validation, teacher))
         task = Task(
-            model=str(_absolute(model)),
-            data=str(data),
+            model=model,
+            data=data,
             recipe=made,
             teacher=teacher,
             validation=validation,
@@ -238,11 +237,6 @@ def train(
         )
         result, folder = start_training(task, output), output
     _print_training(result, folder)
-
-
-def _absolute(source: str | None) -> str | None:
-    """A run may be resumed from another folder."""
-    return str(Path(source).resolve()) if source is not None and Path(source).exists() else source
 
 
 def _print_training(result: dict[str, Any], folder: Path) -> None:

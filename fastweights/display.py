@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 SMOOTHING = 0.9
+# Where there is no terminal to draw a bar on, a line every so many steps.
+LINE_EVERY = 50
+Item = TypeVar("Item")
 
 
 class Display:
@@ -49,9 +53,20 @@ class Display:
 
     def step(self, loss: float, tokens: int) -> None:
         self._loss = loss if self._loss is None else SMOOTHING * self._loss + (1 - SMOOTHING) * loss
-        speed = self._bar.tasks[self._task].speed
+        speed = self._bar.tasks[-1].speed
         shown = "–" if not speed else f"{speed * tokens:,.0f}"
         self._bar.update(self._task, advance=1, loss=f"{self._loss:.4f}", speed=shown)
+        done = int(self._bar.tasks[-1].completed)
+        if not self.console.is_terminal and done % LINE_EVERY == 0:
+            self.say(f"  step {done}: loss {self._loss:.4f}, {shown} tokens/s")
+
+    def track(self, items: Sequence[Item], name: str) -> Iterator[Item]:
+        """The items, with a bar while they last."""
+        task = self._bar.add_task(name, total=len(items), loss="–", speed="–")
+        for item in items:
+            yield item
+            self._bar.advance(task)
+        self._bar.remove_task(task)
 
     def validation(self, tokens: int, perplexity: float, base: float | None) -> None:
         ratio = "" if base is None else f", {perplexity / base:.3f} × the base"

@@ -42,10 +42,10 @@ def converted_layers(model: Any) -> dict[int, FastWeightsAttention]:
     return layers
 
 
-def logits_of(model: Any, batch: Batch) -> Tensor:
+def logits_of(model: Any, batch: Batch, **options: Any) -> Tensor:
     """Next-token logits with documents kept apart. Without a border in the batch no positions are given: attention
     then needs no mask."""
-    inputs: dict[str, Any] = {"input_ids": batch["input_ids"], "use_cache": False}
+    inputs: dict[str, Any] = {"input_ids": batch["input_ids"], "use_cache": False, **options}
     if bool(document_starts(batch["position_ids"]).any()):
         inputs["position_ids"] = batch["position_ids"]
         if not isinstance(model, FastWeightsMixin) and not family_of(model).masks_documents:
@@ -126,7 +126,7 @@ def listen(teacher: Any, batch: Batch) -> dict[int, Heard]:
         for index, block in enumerate(family.blocks(teacher))
     ]
     try:
-        logits_of(teacher, batch)
+        logits_of(teacher, batch, logits_to_keep=1)
     finally:
         for hook in hooks:
             hook.remove()

@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -29,6 +30,8 @@ from fastweights.optimize import parameter_groups
 from fastweights.recipe import Recipe, Stage, Stopped
 
 VALIDATION_BATCH_TOKENS = 8_192
+# Numbers in a micro-batch's logits, of which losses need several copies, where the recipe does not say its size.
+LOGITS_AT_ONCE = 2**28
 
 
 class TrainingError(ValueError):
@@ -82,7 +85,7 @@ class Run:
         self.stop_signal = 0
         precision = task.recipe.precision
         self.low_precision = precision == "bfloat16" or (precision == "auto" and self.device.type == "cuda")
-        self.tokenizer = load_tokenizer(task.model)
+        self.tokenizer = load_tokenizer(saved.linked(folder, saved.LAST) or task.model)
         self.progress = self._last_progress()
         with self.writing(folder / saved.LOG):
             self.log = saved.read_log(folder, self.progress.step, write=self.main)
@@ -90,6 +93,7 @@ class Run:
         self._check()
         self.teacher = self._load_teacher()
         self.tokens = self._prepare(task.data)
+        self._check_same_text()
         self.batches = [self._batches(number) for number in range(len(self.recipe.stages))]
         self.validation = self._prepare_validation()
         self.began = time.perf_counter() - self.progress.seconds
@@ -141,7 +145,10 @@ class Run:
                 f"--batch-tokens {self.recipe.batch_tokens} are {rows} sequences of {self.recipe.length_of(stage)} "
                 f"tokens, which {self.world} processes cannot share equally"
             )
-        return min(self.recipe.micro_batch or rows, rows // self.world)
+        at_once = self.recipe.micro_batch or LOGITS_AT_ONCE // (
+            self.recipe.length_of(stage) * self.student.config.vocab_size
+        )
+        return max(1, min(at_once, rows // self.world))
 
     def _load_teacher(self) -> Any:
         name = self.task.teacher or getattr(self.student.config, "fastweights_base", None)
@@ -172,6 +179,16 @@ class Run:
         check_vocabulary(tokens, self.tokenizer, self.student.config)
         return tokens
 
+    def _check_same_text(self) -> None:
+        """A resumed run must find the tokens that it began with."""
+        found = [len(self.tokens), zlib.crc32(self.tokens.tokens[:: max(1, len(self.tokens) // 100_000)].tobytes())]
+        if self.progress.data not in (None, found):
+            raise TrainingError(
+                f"--data {self.task.data} is not the text that the run in {self.folder} was begun with: "
+                "put that back, or begin a new run"
+            )
+        self.progress.data = found
+
     def _batches(self, number: int) -> PackedBatches:
         """The batches of a stage, each in an order of its own."""
         stage = self.recipe.stages[number]
@@ -192,6 +209,7 @@ class Run:
         if self.progress.base is not None or self.teacher is None or self.validation is None:
             return
         name = Path(self.teacher.config._name_or_path).name
+        self.display.say(f"measuring {name}")
         loss = self.validation_loss(self._teacher_score)
         self.progress.base = {"name": name, "perplexity": perplexity(loss)}
 
@@ -288,7 +306,7 @@ def _accelerator(task: Task, folder: Path) -> Accelerator:
     """Precision is the recipe's, whatever `accelerate launch` was told."""
     if task.report_to:
         _check_tracker(task.report_to, folder)
-    cpu = task.device == "cpu"
+    cpu = task.device == "cpu" or (task.device is None and not torch.cuda.is_available())
     accelerator = Accelerator(cpu=cpu, mixed_precision="no", log_with=task.report_to, project_dir=str(folder))
     found = accelerator.device.type
     if task.device not in (None, found):

@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,14 @@ def train(task: Task, folder: str | os.PathLike, *, display: Display | None = No
         raise TrainingError(f"{folder} holds a run already: {resume_command(folder)}, or choose another output folder")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise TrainingError(f"{folder} exists and is not an empty folder: choose another output folder")
+    sources: dict[str, Any] = {n: _absolute(getattr(task, n)) for n in ("model", "data", "teacher", "validation")}
+    task = replace(task, **sources)
     return _go(Run(task, folder, display or Display()))
+
+
+def _absolute(source: str | None) -> str | None:
+    """A run may be resumed from another folder."""
+    return str(Path(source).absolute()) if source is not None and Path(source).exists() else source
 
 
 def resume(folder: str | os.PathLike, *, display: Display | None = None) -> dict[str, Any]:
@@ -77,6 +85,9 @@ def _go(run: Run) -> dict[str, Any]:
             _run_stages(run)
     except Diverged as error:
         diverged = {"step": run.progress.step, "stage": run.progress.stage, "reason": str(error)}
+    except torch.OutOfMemoryError as error:
+        less = "take fewer sequences at once (--micro-batch), or --gradient-checkpointing"
+        raise TrainingError(f"out of memory: {less}, in a new run; {str(error).splitlines()[0]}") from error
     finally:
         run.end()
     result = _result(run, diverged)
@@ -123,12 +134,13 @@ class _StageRun:
 
     def _fit(self) -> None:
         """On the first batches, whole in every process: all must come to the same."""
-        count = max(1, FIT_TOKENS // self.recipe.batch_tokens)
         rows = max(1, FIT_TOKENS // self.recipe.length_of(self.stage))
+        count = max(1, FIT_TOKENS // self.recipe.batch_tokens)
         firsts = ({name: x[:rows] for name, x in self.batches.batch(step).items()} for step in range(count))
-        self.run.display.say("fitting the new output projections to the teacher's attention")
+        parts = [part for first in firsts for part in split(first, self.run.rows_at_once(self.stage))]
         with self.run.autocast():
-            fit_outputs(self.student, self.run.teacher, map(self.run.on_device, firsts), self.stage.fit)
+            shown = self.run.display.track(parts, "fitting the output projections")
+            fit_outputs(self.student, self.run.teacher, map(self.run.on_device, shown), self.stage.fit)
 
     def _add_lora(self) -> Any:
         """Low-rank updates, put into the student itself; what comes back can merge them."""
@@ -167,13 +179,12 @@ class _StageRun:
         for step in range(progress.stage_step, steps):
             self._step(step, learning_rate_share(step, steps, self.stage))
             ends = step + 1 == steps
-            if ends or progress.stage_step % recipe.validate_every == 0:
-                self._validate()
+            improved = (ends or progress.stage_step % recipe.validate_every == 0) and self._validate()
             progress.seconds = time.perf_counter() - run.began
             progress.stage_seconds[progress.stage :] = [time.perf_counter() - began]
             if ends:
                 progress.stage, progress.stage_step = progress.stage + 1, 0
-            if ends or progress.stage_step % recipe.checkpoint_every == 0 or self.stop:
+            if ends or improved or progress.stage_step % recipe.checkpoint_every == 0 or self.stop:
                 self._checkpoint()
             if self.stop:
                 raise Interrupted(run.folder, self.stop)
@@ -224,31 +235,32 @@ class _StageRun:
         with nullcontext() if alone else self.run.accelerator.no_sync(self.module):
             yield
 
-    def _validate(self) -> None:
+    def _validate(self) -> bool:
+        """Whether the validation is the best so far; what was measured before the first step does not count."""
         run, progress = self.run, self.progress
         if run.validation is None:
-            return
+            return False
         self.module.eval()
         loss = run.validation_loss(lambda batch: self.module(batch, score=True))
         self.module.train()
         if not math.isfinite(loss):
             if progress.step:
                 raise Diverged(f"step {progress.step}: the validation loss is {loss}")
-            return  # right after the swap; transfer may mend it
+            return False  # right after the swap; transfer may mend it
         found = {"step": progress.step, "tokens": progress.tokens, "stage": progress.stage, "loss": loss}
         progress.validation.append(found | {"perplexity": perplexity(loss)})
         run.write_line({"step": progress.step, "stage": progress.stage, "validation_loss": loss})
         base = None if progress.base is None else progress.base["perplexity"]
         run.display.validation(progress.tokens, progress.validation[-1]["perplexity"], base)
+        improved = progress.step > 0 and (progress.best is None or loss <= progress.best["loss"])
+        if improved:
+            progress.best = progress.validation[-1]
+        return improved
 
     def _checkpoint(self) -> None:
         run, progress = self.run, self.progress
         model = self.student if self.lora is None else copy.deepcopy(self.lora).merge_and_unload()
         weights, training = saved.model_weights(model), self._training_tensors() if progress.stage_step else {}
-        latest = progress.validation[-1] if progress.validation else None
-        new = latest is not None and latest["step"] == progress.step
-        if new and (progress.best is None or latest["loss"] <= progress.best["loss"]):  # type: ignore[index]
-            progress.best = latest
         try:
             if run.main:
                 saved.write_checkpoint(run.folder, model, weights, run.tokenizer, training, progress)
