@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 import transformers
 from relative_error import assert_close
 from tiny import CONFIGS, config_of, pretrained, tokens

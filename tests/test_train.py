@@ -97,7 +97,7 @@ def test_validations_come_at_the_start_in_between_and_at_the_end_of_a_stage(chai
 
 
 def test_best_and_last_are_what_they_say(files: Files, chain: Path) -> None:
-    """The best validation is a checkpoint, whenever it falls; each is an ordinary model with the loss that was logged."""
+    """The best validation is a checkpoint, whenever it falls; either is an ordinary model with the loss in the log."""
     result = json.loads((chain / "result.json").read_text())
     assert result["best"] == min(result["validation"][1:], key=lambda found: found["loss"])
     assert result["best"]["step"] not in (6, 12)  # else this would not tell validations from other checkpoints

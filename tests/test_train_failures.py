@@ -35,7 +35,7 @@ from training import (
 from transformers import AutoModelForCausalLM
 
 from fastweights import checkpoint
-from fastweights.train import Diverged, TrainingError, train
+from fastweights.train import Diverged, Task, TrainingError, train
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +45,15 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Files]:
 
 
 @pytest.fixture(scope="module")
-def chain(files: Files) -> Path:
+def task(files: Files) -> Task:
+    """Checkpoints after steps 3, 6, 9 and 12, and nowhere else."""
+    return make_task(files, make_recipe(validate_every=100))
+
+
+@pytest.fixture(scope="module")
+def chain(files: Files, task: Task) -> Path:
     """The run that nothing happened to."""
-    train_in(files.folder / "chain", make_task(files))
+    train_in(files.folder / "chain", task)
     return files.folder / "chain"
 
 
@@ -66,7 +72,7 @@ def test_a_learning_rate_without_measure(files: Files, tmp_path: Path) -> None:
     assert result["diverged"]["stage"] == 1 and result["diverged"]["step"] >= 6
     assert "loss" in result["diverged"]["reason"]
     assert all(torch.isfinite(tensor).all() for tensor in weights_of(tmp_path / "run" / "last").values())
-    assert result["best"]["step"] == 6
+    assert result["best"]["step"] in (4, 6) and (tmp_path / "run" / "best").readlink().name[-1] in "46"
 
 
 def test_a_run_that_diverges_on_the_command_line(files: Files, tmp_path: Path) -> None:
@@ -140,12 +146,12 @@ FULL: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 @pytest.mark.parametrize("what", FULL)
 def test_a_disk_that_fills_up_costs_one_checkpoint(
-    files: Files, chain: Path, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+    task: Task, chain: Path, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first checkpoint is that of step 3; there is no room for the one of step 6, a stage's last."""
     folder = tmp_path / "run"
     with monkeypatch.context() as patched, pytest.raises(TrainingError) as failure:
-        train(make_task(files), folder, display=CrashingDisplay(4, then=lambda: FULL[what](patched)))
+        train(task, folder, display=CrashingDisplay(4, then=lambda: FULL[what](patched)))
     said = str(failure.value)
     assert said.startswith(f"cannot write the checkpoint {folder / 'checkpoints' / '1-0000006'}: ")
     assert "No space left on device" in said
@@ -157,7 +163,7 @@ def test_a_disk_that_fills_up_costs_one_checkpoint(
 
 
 @pytest.mark.parametrize("after", [1, 4])
-def test_a_disk_too_full_for_the_log(files: Files, chain: Path, tmp_path: Path, after: int) -> None:
+def test_a_disk_too_full_for_the_log(task: Task, chain: Path, tmp_path: Path, after: int) -> None:
     """/dev/full has no room for anything."""
     folder = tmp_path / "run"
     log, kept = folder / "log.jsonl", folder / "kept"
@@ -167,7 +173,7 @@ def test_a_disk_too_full_for_the_log(files: Files, chain: Path, tmp_path: Path, 
         log.symlink_to("/dev/full")
 
     with pytest.raises(TrainingError) as failure:
-        train(make_task(files), folder, display=CrashingDisplay(after, then=fill))
+        train(task, folder, display=CrashingDisplay(after, then=fill))
     whole = "the checkpoint of step 3 is whole" if after == 4 else "no checkpoint was written yet"
     assert re.match(rf"{re.escape(str(log))}: No space left on device; {whole}: make room", str(failure.value))
     assert f"fastweights train --resume {folder}" in str(failure.value)
@@ -177,12 +183,12 @@ def test_a_disk_too_full_for_the_log(files: Files, chain: Path, tmp_path: Path, 
 
 
 def test_a_disk_too_full_for_the_result(
-    files: Files, chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    task: Task, chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "run"
     with monkeypatch.context() as patched, pytest.raises(TrainingError, match=r"checkpoint of step 12 is whole"):
         patched.setattr("fastweights.train.write_result", no_room)
-        train_in(folder, make_task(files))
+        train_in(folder, task)
     assert not (folder / "result.json").exists()
     resume_in(folder)
     assert_same_run(folder, chain)

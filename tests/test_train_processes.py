@@ -164,9 +164,10 @@ def test_a_run_that_is_asked_to_stop(with_dropout: Files, undisturbed: Path, num
 
 def test_a_disk_with_room_for_small_files_only(files: Files, tmp_path: Path) -> None:
     """The limit lets models through, and transfer's optimizer, but not that of a whole model."""
-    train_in(tmp_path / "chain", make_task(files))
+    recipe = make_recipe(validate_every=100)
+    train_in(tmp_path / "chain", make_task(files, recipe))
     folder = tmp_path / "run"
-    program = Program(tmp_path / "output", *command(files, folder), largest_file=200_000)
+    program = Program(tmp_path / "output", *command(files, folder, recipe), largest_file=200_000)
     assert program.wait() == 2
     assert f"error: cannot write the checkpoint {folder / 'checkpoints' / '1-0000009'}: " in program.output
     assert "the checkpoint of step 6 is whole: make room, then fastweights train --resume" in program.output
