@@ -57,7 +57,7 @@ class Description:
 def describe(model: Any) -> Description:
     """Describe a model, converted or not; its parameters may be on the meta device."""
     converted = isinstance(model, FastWeightsMixin)
-    family = model.family if converted else family_of(model)
+    family = family_of(model)
     layers = _layers(model, family)
     state_bytes = sum(layer.state_bytes for layer in layers)
     return Description(

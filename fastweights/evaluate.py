@@ -24,9 +24,9 @@ from rich.progress import track
 from torch import Tensor, nn
 
 from fastweights.describe import describe
-from fastweights.families import UnknownFamilyError, family_of
+from fastweights.families import UnknownFamilyError
 from fastweights.harness import EvaluationError, check_tasks, evaluating, run_tasks
-from fastweights.models import FastWeightsMixin
+from fastweights.models import FastWeightsMixin, position_limit
 
 __all__ = ["EvaluationError", "Perplexity", "evaluate", "perplexity", "perplexity_by_position", "recall_probe"]
 
@@ -303,15 +303,11 @@ def _check_length(model: Any, length: int, what: str) -> None:
 
 
 def _position_limit(model: Any) -> int | None:
-    """The length of a learned position table; None where there is none, or later tokens get the last position."""
-    converted = isinstance(model, FastWeightsMixin)
-    if converted and model.config.fastweights["positions"] == "clamp":
-        return None
+    """As far as is known: any causal model can be evaluated, of our families or not."""
     try:
-        field = (model.family if converted else family_of(model)).learned_positions
+        return position_limit(model)
     except UnknownFamilyError:
         return None
-    return None if field is None else int(getattr(model.config, field))
 
 
 def _losses(model: Any, rows: Tensor, keep: int) -> Tensor:

@@ -19,7 +19,7 @@ from transformers.masking_utils import create_causal_mask
 
 from fastweights.cache import FastWeightsCache
 from fastweights.config import MODEL_TYPE_PREFIX, FastWeightsConfig
-from fastweights.families import FAMILIES, Family
+from fastweights.families import FAMILIES, Family, family_of
 from fastweights.initialize import initialize
 from fastweights.layer import FastWeightsAttention, SequenceInfo
 
@@ -218,6 +218,13 @@ def _token_mask(attention_mask: Tensor | None, batch: int, length: int, cache: C
     if on_host and not torch.compiler.is_compiling() and bool(mask.all()):
         return None
     return mask
+
+
+def position_limit(model: Any) -> int | None:
+    """The length of a learned position table; None where there is none, or later tokens get the last position."""
+    field = family_of(model).learned_positions
+    clamped = isinstance(model, FastWeightsMixin) and model.config.fastweights["positions"] == "clamp"
+    return None if field is None or clamped else int(getattr(model.config, field))
 
 
 def document_mask(model: Any, position_ids: Tensor) -> Any:

@@ -18,8 +18,8 @@ from transformers.cache_utils import Cache
 
 from fastweights.cache import FastWeightsCache
 from fastweights.config import ConfigError
-from fastweights.families import Family, family_of
-from fastweights.models import FastWeightsMixin
+from fastweights.families import family_of
+from fastweights.models import FastWeightsMixin, position_limit
 
 LENGTHS = (256, 1024, 4096, 16384)
 TIMED_TOKENS = 16
@@ -102,7 +102,7 @@ def stretched(model: Any, length: int) -> Any:
         rows = length + getattr(table, "offset", 0)
         weight = table.weight.repeat(math.ceil(rows / table.num_embeddings), 1)[:rows]
     table.weight, table.num_embeddings = nn.Parameter(weight, requires_grad=False), rows
-    setattr(twin.config, str(_family(twin).learned_positions), length)
+    setattr(twin.config, str(family_of(twin).learned_positions), length)
     return twin
 
 
@@ -124,20 +124,15 @@ def _check_positions(models: Mapping[str, Any], shortest: int) -> None:
             )
 
 
-def _family(model: Any) -> Family:
-    return model.family if isinstance(model, FastWeightsMixin) else family_of(model)
-
-
 def _fits(model: Any, length: int) -> bool:
     """Whether a text of `length` tokens has a position for each."""
-    field = _family(model).learned_positions
-    clamps = isinstance(model, FastWeightsMixin) and model.config.fastweights["positions"] == "clamp"
-    return field is None or clamps or length <= getattr(model.config, field)
+    limit = position_limit(model)
+    return limit is None or length <= limit
 
 
 def _position_table(model: Any) -> Any:
     """The embedding that is not the tokens' and has a row for every position (OPT: and two more, its offset)."""
-    length = getattr(model.config, str(_family(model).learned_positions))
+    length = getattr(model.config, str(family_of(model).learned_positions))
     return next(
         module
         for module in model.modules()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
 import os
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.tracking import filter_trackers
 from torch import Tensor
 
@@ -23,9 +24,9 @@ from fastweights import checkpoint as saved
 from fastweights.convert import load, load_tokenizer
 from fastweights.data import PackedBatches, TokenFile, check_vocabulary, prepare, validation_rows
 from fastweights.display import Display
-from fastweights.families import Family, family_of
+from fastweights.families import family_of
 from fastweights.losses import Batch, next_token_logits, next_token_loss
-from fastweights.models import CheckpointError, FastWeightsMixin
+from fastweights.models import CheckpointError, FastWeightsMixin, position_limit
 from fastweights.optimize import parameter_groups
 from fastweights.recipe import Recipe, Stage, Stopped
 
@@ -127,14 +128,10 @@ class Run:
             raise TrainingError("--lora trains few parameters, which are not sharded: leave one of the two out")
 
     def _check_lengths(self) -> None:
-        family, config = family_of_model(self.student), self.student.config
-        clamped = getattr(config, "fastweights", {}).get("positions") == "clamp"
-        if clamped or not family.learned_positions:
-            return
-        limit = getattr(config, family.learned_positions)
+        limit = position_limit(self.student)
         lengths = [self.recipe.length_of(stage) for stage in self.recipe.stages]
         longest = max(lengths if self.task.validation is None else [*lengths, self.recipe.length])
-        if longest > limit:
+        if limit is not None and longest > limit:
             raise TrainingError(f"--length {longest}: {self.task.model} has positions for {limit} tokens only")
 
     def rows_at_once(self, stage: Stage) -> int:
@@ -298,16 +295,15 @@ class Run:
                 signal.signal(number, handler)
 
 
-def family_of_model(model: Any) -> Family:
-    return model.family if isinstance(model, FastWeightsMixin) else family_of(model)
-
-
 def _accelerator(task: Task, folder: Path) -> Accelerator:
     """Precision is the recipe's, whatever `accelerate launch` was told."""
     if task.report_to:
         _check_tracker(task.report_to, folder)
     cpu = task.device == "cpu" or (task.device is None and not torch.cuda.is_available())
-    accelerator = Accelerator(cpu=cpu, mixed_precision="no", log_with=task.report_to, project_dir=str(folder))
+    # others wait while the first process tokenises
+    patience = InitProcessGroupKwargs(timeout=datetime.timedelta(hours=12))
+    trackers = {"log_with": task.report_to, "project_dir": str(folder)}
+    accelerator = Accelerator(cpu=cpu, mixed_precision="no", kwargs_handlers=[patience], **trackers)
     found = accelerator.device.type
     if task.device not in (None, found):
         raise TrainingError(f"--device {task.device} cannot be used here; there is {found}")
@@ -331,7 +327,7 @@ def perplexity(loss: float) -> float:
 
 def _check_teacher(name: str, teacher: Any, student: Any) -> None:
     found, wanted = (
-        (model.config.vocab_size, len(family_of_model(model).blocks(model)), model.config.hidden_size)
+        (model.config.vocab_size, len(family_of(model).blocks(model)), model.config.hidden_size)
         for model in (teacher, student)
     )
     if found != wanted:

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from fastweights import checkpoint as saved
 from fastweights.convert import lora_modules
 from fastweights.display import Display
+from fastweights.families import family_of
 from fastweights.losses import Trainee, converted_layers, fit_outputs
 from fastweights.models import CheckpointError
 from fastweights.optimize import (
@@ -39,7 +40,7 @@ from fastweights.optimize import (
 )
 from fastweights.provenance import write_result
 from fastweights.recipe import Stage
-from fastweights.run import Interrupted, Run, Task, TrainingError, family_of_model, perplexity, resume_command, split
+from fastweights.run import Interrupted, Run, Task, TrainingError, perplexity, resume_command, split
 
 __all__ = ["Diverged", "Interrupted", "Task", "TrainingError", "resume", "train"]
 
@@ -163,7 +164,7 @@ class _StageRun:
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         for layer in converted_layers(trainee).values():
             fully_shard(layer)
-        for block in family_of_model(self.student).blocks(self.student):
+        for block in family_of(self.student).blocks(self.student):
             fully_shard(block)
         fully_shard(trainee)
         return trainee

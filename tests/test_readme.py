@@ -12,6 +12,8 @@ import pytest
 import transformers
 from helpers import save_model, succeed
 
+from fastweights.report.results import perplexity_text
+
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "docs/generation.md"]
 LINKED = ["settings", "experiments", "training", "evaluation", "report"]
@@ -93,7 +95,7 @@ def test_quickstart_figures_are_those_of_the_result_file() -> None:
 def test_figures_of_training_are_those_of_the_result_files() -> None:
     readme, own, compared = (ROOT / "README.md").read_text(), _result("own_model"), _result("recipes_compared")
     for model in own["models"]:
-        cells = [f"{model['perplexity'][0]['token']:.2f}", f"{model['parameters']:,}"]
+        cells = [perplexity_text(model["perplexity"][0]["token"]), f"{model['parameters']:,}"]
         for cell in cells:
             assert cell in readme, (model["name"], cell)
     means = {}

@@ -22,7 +22,9 @@ class UnknownFamilyError(ValueError):
 
 
 def family_of(model: Any) -> Family:
-    """The family of a pretrained causal language model, by its class."""
+    """The family of a causal language model: a converted one says it, a pretrained one's class tells."""
+    if isinstance(getattr(model, "family", None), Family):
+        return model.family
     for family in FAMILIES.values():
         if type(model).__name__ == family.model_class:
             return family
