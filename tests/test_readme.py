@@ -113,6 +113,9 @@ def test_ratios_of_the_experiments_are_those_of_the_result_files() -> None:
     runs = [*search["before"].values(), *search["after"].values(), *cpu["runs"].values()]
     base = next(run["base"] for run in search["after"].values() if run["base"] and run["length"] == 512)
     known = {f"{perplexity / (run['base'] or base):.3f}" for run in runs for _, perplexity in run["validation"]}
+    compared = _result("recipes_compared")
+    ends = [run["last"]["perplexity"] for runs in compared["runs"].values() for run in runs]
+    known |= {f"{end / compared['base']:.3f}" for end in ends} | {f"{_result('quickstart')['ratio']:.3f}"}
     written = re.findall(r"\b\d\.\d{3}\b", section)
     assert len(written) > 40
     assert not set(written) - known
