@@ -263,7 +263,9 @@ def evaluate(
         typer.Argument(metavar="MODEL...", help="Models: folders, hub ids, GGUF files; the base first."),
     ],
     data: Annotated[list[str], typer.Option(help="Text for perplexity; may be given again.")] = [],  # noqa: B006
-    length: Annotated[int, typer.Option(help="Tokens of a window.")] = 1024,
+    length: Annotated[
+        int | None, typer.Option(help="Tokens of a window; by default 1024, or what all models have positions for.")
+    ] = None,
     context: Annotated[str, typer.Option(help="Tokens of a window that are seen and not scored, such as 0,480.")] = "0",
     by_position: Annotated[bool, typer.Option("--by-position", help="Loss by position in the window.")] = False,
     position_length: Annotated[int | None, typer.Option(help="Window of --by-position; by default --length.")] = None,
@@ -283,6 +285,7 @@ def evaluate(
     from transformers.utils import logging
 
     from fastweights.evaluate import evaluate as measure
+    from fastweights.evaluate import window_for
     from fastweights.provenance import write_result
     from fastweights.sources import read_text
 
@@ -296,7 +299,7 @@ def evaluate(
     result = measure(
         {_short(name, models): pair for name, pair in loaded.items()},
         data=texts,
-        length=length,
+        length=length or window_for([model for model, _ in loaded.values()]),
         contexts=contexts,
         tasks=[task for task in tasks.split(",") if task],
         recall=recall,

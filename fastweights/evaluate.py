@@ -28,7 +28,15 @@ from fastweights.families import UnknownFamilyError
 from fastweights.harness import EvaluationError, check_tasks, evaluating, run_tasks
 from fastweights.models import FastWeightsMixin, position_limit
 
-__all__ = ["EvaluationError", "Perplexity", "evaluate", "perplexity", "perplexity_by_position", "recall_probe"]
+__all__ = [
+    "EvaluationError",
+    "Perplexity",
+    "evaluate",
+    "perplexity",
+    "perplexity_by_position",
+    "recall_probe",
+    "window_for",
+]
 
 # Longer windows are read in pieces of this many tokens, through the cache, so that logits [B,T,V] stay small.
 PIECE = 1024
@@ -158,6 +166,12 @@ def recall_probe(
             )
             found["copy"].append(_recall_copy(draw, read, distance) | {"chance": 1 / len(ids), "samples": samples})
     return found
+
+
+def window_for(models: Sequence[Any], wanted: int = 1024) -> int:
+    """The window wanted, or as much of it as every model has positions for."""
+    limits = [_position_limit(model) for model in models]
+    return min([wanted, *(limit for limit in limits if limit is not None)])
 
 
 def evaluate(

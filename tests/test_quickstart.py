@@ -15,6 +15,7 @@ from fastweights import quickstart
 from fastweights.convert import load, load_tokenizer
 from fastweights.describe import describe
 from fastweights.recipe import Recipe, load_recipe
+from fastweights.train import TrainingError
 
 
 @pytest.fixture
@@ -55,6 +56,15 @@ def _again(folder: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> Non
     (folder / "training/result.json").unlink()
     quickstart._train(folder, recipe, quiet)
     assert called == ["train", "resume"]
+
+
+def test_a_folder_of_someone_else_is_not_touched(small: Recipe, tmp_path: Path) -> None:
+    stranger = tmp_path / "out/training/notes.txt"
+    stranger.parent.mkdir(parents=True)
+    stranger.write_text("mine")
+    with pytest.raises(TrainingError, match="is not an empty folder"):
+        quickstart._train(tmp_path / "out", small, Console(file=io.StringIO()))
+    assert stranger.read_text() == "mine"
 
 
 def test_the_packaged_model_is_small_and_can_be_read() -> None:

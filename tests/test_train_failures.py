@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from training import (
     assert_same_run,
     command,
     crash_after,
+    log_of,
     make_recipe,
     make_task,
     resume_in,
@@ -207,3 +209,30 @@ def test_a_disk_too_full_to_begin_or_go_on(files: Files, tmp_path: Path, monkeyp
         patched.setattr(Path, "replace", no_room)
         resume_in(folder)
     resume_in(folder)
+
+
+def test_another_text_is_not_gone_on_with(files: Files, task: Task, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(files.data.read_text())
+    crash_after(tmp_path / "run", make_task(files, make_recipe(), data=str(text)), 5)
+    text.write_text(files.data.read_text().replace("cat", "cow"))
+    with pytest.raises(TrainingError, match=r"--data .*text\.txt is not the text that the run in .*run was begun with"):
+        resume_in(tmp_path / "run")
+
+
+def test_a_run_copied_without_its_links_goes_on(files: Files, task: Task, chain: Path, tmp_path: Path) -> None:
+    crash_after(tmp_path / "run", task, 8)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    assert not (tmp_path / "copy" / "last").is_symlink()
+    resume_in(tmp_path / "copy")
+    assert log_of(tmp_path / "copy") == log_of(chain)
+    assert (tmp_path / "copy" / "last").readlink() == (chain / "last").readlink()
+
+
+def test_too_little_memory_names_the_flag(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+
+    monkeypatch.setattr("fastweights.losses.Trainee.forward", refuse)
+    with pytest.raises(TrainingError, match=r"out of memory: take fewer sequences at once \(--micro-batch\)"):
+        train_in(tmp_path / "run", make_task(files, make_recipe(FINETUNE), validation=None))
