@@ -105,7 +105,8 @@ def facts(described: Description) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Layer:
-    """`token_bytes`: keys and values of one token where the layer is attention over at most `reach` tokens."""
+    """`token_bytes`: keys and values of one token where the layer is attention; it keeps `reach` tokens at most
+    (one less than a sliding window, which the new token completes)."""
 
     converted: bool
     state_bytes: int
@@ -125,7 +126,8 @@ def _layers(model: Any, family: Family) -> list[_Layer]:
         shape = attention.shape if converted else family.shape(attention, model.config)
         state_bytes = _state_bytes(shape, attention.config, model.dtype) if converted else 0
         token_bytes = _token_bytes(shape, model.dtype)
-        layers.append(_Layer(converted, state_bytes, token_bytes, getattr(slot, "sliding_window", None)))
+        window = getattr(slot, "sliding_window", None)
+        layers.append(_Layer(converted, state_bytes, token_bytes, None if window is None else window - 1))
     return layers
 
 
