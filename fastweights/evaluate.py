@@ -28,15 +28,7 @@ from fastweights.families import UnknownFamilyError
 from fastweights.harness import EvaluationError, check_tasks, evaluating, run_tasks
 from fastweights.models import FastWeightsMixin, position_limit
 
-__all__ = [
-    "EvaluationError",
-    "Perplexity",
-    "evaluate",
-    "perplexity",
-    "perplexity_by_position",
-    "recall_probe",
-    "window_for",
-]
+__all__ = ["EvaluationError", "Perplexity", "evaluate", "perplexity", "perplexity_by_position", "recall_probe"]
 
 # Longer windows are read in pieces of this many tokens, through the cache, so that logits [B,T,V] stay small.
 PIECE = 1024
