@@ -52,7 +52,11 @@ def run(folder: Path, console: Console, recipe: Recipe | None = None) -> dict[st
     swapped = convert(load(PACKAGED, dtype=torch.float32), SETTINGS).eval()
     swapped.config.fastweights_base = str(PACKAGED)
     save(swapped, folder / "swapped", tokenizer, overwrite=True)
-    _say(console, 2, "its attention swapped for the decay rule, m = 32, and an exact window of 32; on unseen books:")
+    _say(
+        console,
+        2,
+        "its attention swapped for the decay rule, m = 32, and an exact window of 32; on unseen books,\n   and bytes kept of a text of so many tokens:",
+    )
     quality = _measure(BASE, base, tokenizer)
     quality["models"] += _measure(SWAPPED, swapped, tokenizer, recall=False)["models"]
     console.print(_table(quality, {BASE: base, SWAPPED: swapped}), "")
@@ -102,19 +106,23 @@ def _train(folder: Path, recipe: Recipe, console: Console) -> dict[str, Any]:
     return train(task, target, display=display)
 
 
+def figure(value: float, digits: int) -> str:
+    return f"{value:,.0f}" if value >= 10_000 else f"{value:,.{digits}f}"
+
+
 def _perplexity(quality: dict[str, Any], name: str) -> float:
     return next(model["perplexity"][0]["token"] for model in quality["models"] if model["name"] == name)
 
 
 def _table(quality: dict[str, Any], models: dict[str, Any]) -> Table:
     """Quality, size, and what is kept of a text, for each model measured."""
-    headers = ("perplexity", "× base", "parameters", "kept after 1,024 tokens", "after 65,536")
-    table = Table("model", *(Column(header, justify="right") for header in headers), box=None)
+    headers = ("perplexity", "× base", "parameters", "kept at 1,024", "at 65,536")
+    table = Table(Column("model", no_wrap=True), *(Column(h, justify="right") for h in headers), box=None)
     for name, model in models.items():
         perplexity, described = _perplexity(quality, name), describe(model)
         kept = [decimal(row.here) for row in described.memory]
-        ratio = perplexity / _perplexity(quality, BASE)
-        table.add_row(name, f"{perplexity:,.2f}", f"{ratio:,.3f}", f"{described.parameters:,}", kept[0], kept[-1])
+        ratio = figure(perplexity / _perplexity(quality, BASE), 3)
+        table.add_row(name, figure(perplexity, 2), ratio, f"{described.parameters:,}", kept[0], kept[-1])
     return table
 
 

@@ -35,7 +35,7 @@ def test_it_tells_the_whole_story(small: Recipe, tmp_path: Path, monkeypatch: py
     result = quickstart.run(folder, Console(file=output, width=120), small)
     text = output.getvalue()
     for name, perplexity in result["perplexity"].items():
-        assert f"{name}" in text and f"{perplexity:,.2f}" in text
+        assert f"{name}" in text and quickstart.figure(perplexity, 2) in text
     assert result["perplexity"]["after the swap"] > 2 * result["perplexity"]["base"]
     assert result["perplexity"]["after training"] < result["perplexity"]["after the swap"]
     assert text.count(quickstart.PROMPT) == 2

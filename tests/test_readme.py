@@ -12,6 +12,7 @@ import pytest
 import transformers
 from helpers import save_model, succeed
 
+from fastweights.quickstart import figure
 from fastweights.report.results import perplexity_text
 
 ROOT = Path(__file__).parent.parent
@@ -84,8 +85,8 @@ def test_figures_are_those_of_the_result_files() -> None:
 def test_quickstart_figures_are_those_of_the_result_file() -> None:
     readme, result = (ROOT / "README.md").read_text(), _result("quickstart")
     for name, perplexity in result["perplexity"].items():
-        ratio = perplexity / result["perplexity"]["base"]
-        assert re.search(rf"^ {name} +{perplexity:,.2f} +{ratio:,.3f} ", readme, re.MULTILINE), name
+        ratio = figure(perplexity / result["perplexity"]["base"], 3)
+        assert re.search(rf"^ {name} +{figure(perplexity, 2)} +{ratio} ", readme, re.MULTILINE), name
     for base, decay in zip(*(model["points"] for model in result["cost"]), strict=True):
         cells = [f"{1e3 * point['seconds']:.1f} ms" for point in (base, decay)]
         assert re.search(rf"^ *{base['length']:,} +{cells[0]} .* {cells[1]} ", readme, re.MULTILINE), cells
