@@ -52,11 +52,8 @@ def run(folder: Path, console: Console, recipe: Recipe | None = None) -> dict[st
     swapped = convert(load(PACKAGED, dtype=torch.float32), SETTINGS).eval()
     swapped.config.fastweights_base = str(PACKAGED)
     save(swapped, folder / "swapped", tokenizer, overwrite=True)
-    _say(
-        console,
-        2,
-        "its attention swapped for the decay rule, m = 32, and an exact window of 32; on unseen books,\n   and bytes kept of a text of so many tokens:",
-    )
+    _say(console, 2, "its attention swapped for the decay rule, m = 32, and an exact window of 32;")
+    console.print("   on unseen books, and bytes kept of a text of so many tokens:", highlight=False)
     quality = _measure(BASE, base, tokenizer)
     quality["models"] += _measure(SWAPPED, swapped, tokenizer, recall=False)["models"]
     console.print(_table(quality, {BASE: base, SWAPPED: swapped}), "")
