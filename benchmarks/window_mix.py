@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 import fastweights as fw
 from fastweights.convert import load, load_tokenizer
+from fastweights.losses import answer, listen
 from fastweights.provenance import write_result
 
 HELD_OUT_SHARE = 0.05
@@ -155,29 +156,14 @@ def run(
 
 def transfer_step(teacher: Any, attentions: list, rows: Tensor, device: str) -> None:
     """Each layer gets its teacher's input and is drawn to the teacher's output."""
-    seen: list[tuple] = []
-    hooks = [
-        family_attention.register_forward_hook(
-            lambda _module, args, kwargs, out: seen.append((args, kwargs, out[0])), with_kwargs=True
-        )
-        for family_attention in teacher_attentions(teacher)
-    ]
-    with torch.no_grad(), torch.autocast(device, torch.bfloat16):
-        teacher(rows, use_cache=False)
-    for hook in hooks:
-        hook.remove()
-    for attention, (args, kwargs, target) in zip(attentions, seen, strict=True):
+    batch = {"input_ids": rows, "position_ids": torch.arange(rows.shape[1], device=device).expand_as(rows)}
+    with torch.autocast(device, torch.bfloat16):
+        heard = listen(teacher, batch)
+    for index, attention in enumerate(attentions):
         with torch.autocast(device, torch.bfloat16):
-            found = attention(*args, **kwargs)[0]
-        loss = F.mse_loss(found.float(), target.float()) / target.float().square().mean()
-        loss.backward()
-
-
-def teacher_attentions(teacher: Any) -> list:
-    from fastweights.families import family_of
-
-    family = family_of(teacher)
-    return [family.attention_of(block) for block in family.blocks(teacher)]
+            found = answer(attention, heard[index], batch)
+        target = heard[index].output.float()
+        (F.mse_loss(found.float(), target) / target.square().mean()).backward()
 
 
 if __name__ == "__main__":

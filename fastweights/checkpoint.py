@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fastweights.models import CheckpointError
+from fastweights.provenance import write_text
 
 CHECKPOINTS, LAST, BEST = "checkpoints", "last", "best"
 TRAINING, PROGRESS, RUN, LOG, RESULT = "training.safetensors", "progress.json", "run.json", "log.jsonl", "result.json"
@@ -39,17 +40,6 @@ class Progress:
     base: dict[str, Any] | None = None
     data: list[int] | None = None
     stage_seconds: list[float] = field(default_factory=list)
-
-
-def write_text(path: Path, text: str) -> None:
-    """All of it, or nothing."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        temporary.write_text(text)
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -146,7 +146,7 @@ def _count_rows(tokens: TokenFile, length: int, limit_tokens: int | None = None)
     count = len(tokens) if limit_tokens is None else min(len(tokens), limit_tokens)
     if count < length:
         what = f"{_name(tokens)}: {count:,} tokens are fewer than one row of {length:,}"
-        raise DataError(f"{what}: give more text with --data, or lower --length")
+        raise DataError(f"{what}: give more text, or lower --length")
     return count // length
 
 

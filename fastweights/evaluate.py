@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from fastweights.describe import describe
 from fastweights.families import UnknownFamilyError
-from fastweights.harness import EvaluationError, check_tasks, evaluating, run_tasks
-from fastweights.models import FastWeightsMixin, position_limit
+from fastweights.harness import EvaluationError, check_tasks, run_tasks
+from fastweights.models import FastWeightsMixin, evaluating, position_limit
 
 __all__ = ["EvaluationError", "Perplexity", "evaluate", "perplexity", "perplexity_by_position", "recall_probe"]
 

@@ -30,6 +30,8 @@ import yaml
 from rich.console import Console
 from rich.progress import Progress
 
+from fastweights.models import evaluating
+
 # Standard errors without a formula (that of lambada's perplexity) are bootstrapped; lm-eval's 100,000 take minutes.
 BOOTSTRAPS = 1000
 
@@ -243,19 +245,6 @@ def _bar(progress: bool) -> Iterator[Progress | None]:
     with Progress(console=console, transient=True) as bar:
         bar.add_task("lm-eval", total=None)
         yield bar
-
-
-@contextlib.contextmanager
-def evaluating(model: Any) -> Iterator[None]:
-    """Eval mode and no gradients; afterwards every module is in the mode it was in."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 @contextlib.contextmanager

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -218,6 +220,20 @@ def _token_mask(attention_mask: Tensor | None, batch: int, length: int, cache: C
     if on_host and not torch.compiler.is_compiling() and bool(mask.all()):
         return None
     return mask
+
+
+@contextmanager
+def evaluating(*models: Any) -> Iterator[None]:
+    """Eval mode and no gradients; afterwards every module is in the mode it was in."""
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    try:
+        for model in models:
+            model.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def position_limit(model: Any) -> int | None:

@@ -6,8 +6,7 @@ import copy
 import math
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from transformers.cache_utils import Cache
 from fastweights.cache import FastWeightsCache
 from fastweights.config import ConfigError
 from fastweights.families import family_of
-from fastweights.models import FastWeightsMixin, position_limit
+from fastweights.models import FastWeightsMixin, evaluating, position_limit
 
 LENGTHS = (256, 1024, 4096, 16384)
 TIMED_TOKENS = 16
@@ -49,7 +48,7 @@ def decode_cost(
     measured = {name: stretched(model, longest) if stretch_positions else model for name, model in models.items()}
     _check_positions(measured, lengths[0] + WARM_UP_TOKENS + timed_tokens)
     points: dict[str, list[dict[str, Any]]] = {name: [] for name in models}
-    with _evaluating(measured.values()):
+    with evaluating(*measured.values()):
         for length in track(lengths, "measuring", console=Console(stderr=True), transient=True, disable=not progress):
             fitting = {n: m for n, m in measured.items() if _fits(m, length + WARM_UP_TOKENS + timed_tokens)}
             for name, point in _measure(fitting, length, timed_tokens).items():
@@ -140,20 +139,6 @@ def _position_table(model: Any) -> Any:
         and module is not model.get_input_embeddings()
         and module.num_embeddings == length + getattr(module, "offset", 0)
     )
-
-
-@contextmanager
-def _evaluating(models: Any) -> Iterator[None]:
-    """No gradients and no dropout; afterwards each model is as it was."""
-    training = [(model, model.training) for model in models]
-    try:
-        for model, _ in training:
-            model.eval()
-        with torch.no_grad():
-            yield
-    finally:
-        for model, mode in training:
-            model.train(mode)
 
 
 def _measure(models: Mapping[str, Any], length: int, timed_tokens: int) -> dict[str, dict[str, Any]]:

@@ -25,12 +25,21 @@ def provenance() -> dict[str, Any]:
 
 
 def write_result(path: str | os.PathLike, result: dict[str, Any]) -> None:
-    """Write a result with its provenance, under a temporary name first."""
+    """Write a result with its provenance."""
+    write_text(path, json.dumps(provenance() | result, indent=1) + "\n")
+
+
+def write_text(path: str | os.PathLike, text: str) -> None:
+    """A file, all of it or nothing: under a temporary name first."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(provenance() | result, indent=1) + "\n")
-    temporary.replace(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _commit() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import json
 import math
 import os
@@ -124,6 +125,8 @@ class Run:
             self.rows_at_once(stage)
         if self.recipe.lora and not converted:
             raise TrainingError(f"{self.task.model} is not converted: --lora is for the projections of new layers")
+        if self.recipe.lora and importlib.util.find_spec("peft") is None:
+            raise TrainingError("--lora is done by peft, which is not installed: pip install 'fastweights[peft]'")
         if self.recipe.lora and self.sharded:
             raise TrainingError("--lora trains few parameters, which are not sharded: leave one of the two out")
 

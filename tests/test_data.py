@@ -436,7 +436,7 @@ def test_a_tokenizer_that_is_not_the_models(source: Path) -> None:
 def test_too_little_text() -> None:
     tokens = token_file([5, 1495])
     for shape, message in (
-        ((2048, 1), "made: 1,500 tokens are fewer than one row of 2,048: give more text with --data, or lower --le"),
+        ((2048, 1), "made: 1,500 tokens are fewer than one row of 2,048: give more text, or lower --le"),
         ((500, 4), "made: 1,500 tokens are no batch of 4 rows of 500 tokens (2,000): give more text with --data"),
         ((500, 0), "made: 1,500 tokens are no batch of 0 rows of 500 tokens (0)"),
         ((1, 1), "--length must be at least 2 tokens, the second predicted from the first; found 1"),

@@ -107,6 +107,13 @@ def test_figures_of_training_are_those_of_the_result_files() -> None:
     assert len(compared["runs"]["fine-tuning"]) == 3 and means["transfer + distill"] < means["fine-tuning"]
 
 
+def test_perplexity_three_ways_is_as_documented() -> None:
+    page, result = (ROOT / "docs/evaluation.md").read_text(), _result("perplexity_three_ways")
+    found = [way["perplexity"] for way in result["ways"].values()]
+    assert len(found) == 3 and max(found) / min(found) < 1 + 1e-4
+    assert all(f"{perplexity:.5f}" in page for perplexity in found)
+
+
 def test_ratios_of_the_experiments_are_those_of_the_result_files() -> None:
     page = (ROOT / "docs/experiments.md").read_text()
     section = page[page.index("## Recovering quality") : page.index("## How a window joins")]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fastweights.provenance import write_text
 from fastweights.report.cost import cost_plots, cost_tables, winnings
 from fastweights.report.page import Bullets, Page, Section, Table, to_html, to_markdown
 from fastweights.report.plots import draw
@@ -46,7 +46,7 @@ def make_report(results: Sequence[ResultFile], folder: str | os.PathLike, *, tit
     files = {plot.file: plot.svg for plot in page.plots}
     files |= {"report.md": to_markdown(page), "report.html": to_html(page)}
     for name, text in files.items():
-        write_text(Path(folder) / name, text)
+        write_page(Path(folder) / name, text)
     return Path(folder) / "report.html"
 
 
@@ -65,7 +65,7 @@ def compare_curves(
     panel = comparison(runs, base)
     if panel.is_empty:
         raise ReportError(f"nothing to compare: no run of {', '.join(runs) or 'an empty list'} has validation points")
-    write_text(Path(target), draw(panel))
+    write_page(Path(target), draw(panel))
     return Path(target)
 
 
@@ -122,14 +122,8 @@ def _flat(value: Any) -> str:
     return MISSING if value is None else str(value)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Under a temporary name first."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+def write_page(path: Path, text: str) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+        write_text(path, text)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         raise ReportError(f"cannot write {path}: {error.strerror}; choose another output folder") from error

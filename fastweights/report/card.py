@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fastweights.report.build import provenance_table, write_text
+from fastweights.report.build import provenance_table, write_page
 from fastweights.report.cost import winnings
 from fastweights.report.page import Block, Bullets, Code, Page, Section, Table, Text, to_markdown
 from fastweights.report.quality import losses, model_tables, recall_tables, task_tables
@@ -81,7 +81,7 @@ def write_model_card(
     text = model_card(results, model_folder, base_name=base_name, license=license)
     if target.exists() and MARK not in target.read_text(encoding="utf-8", errors="replace"):
         raise ReportError(f"{target} was not written by fastweights and is not replaced: move it away first")
-    write_text(target, text)
+    write_page(target, text)
     return target
 
 
