@@ -1,5 +1,10 @@
-"""Tests run side by side on few cores: one thread each."""
+"""Tests run side by side on few cores: one thread each. Where there is no GPU, Triton's interpreter runs the kernels;
+it must be chosen before Triton is imported."""
+
+import os
 
 import torch
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -103,7 +103,7 @@ def run_with_gradients(rule: str, inputs: Mapping[str, Tensor], **options: Any) 
     leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
     y, state = run_op(rule, leaves, **options)
     generator = torch.Generator().manual_seed(99)
-    weights = [torch.randn(x.shape, generator=generator).to(x.dtype) for x in (y, state)]
+    weights = [torch.randn(x.shape, generator=generator).to(x) for x in (y, state)]
     loss = (y * weights[0]).sum() + (state * weights[1]).sum()
     gradients = torch.autograd.grad(loss, list(leaves.values()))
     results = {f"gradient of {name}": grad for name, grad in zip(leaves, gradients, strict=True)}

@@ -8,8 +8,11 @@ normalize=True divides by the rule's normaliser, which is then the last row of t
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,18 +24,23 @@ from fastweights.rules.normalizer import divide, join_state, split_state, with_o
 __all__ = ["BACKENDS", "add", "apply", "decay", "delta", "gated", "use_backend"]
 
 
-def _triton(*_: object) -> tuple[Tensor, Tensor]:
-    raise NotImplementedError("backend='triton' is not there yet: use 'chunked', 'loop' or 'auto'")
+def _triton(*args: Any) -> tuple[Tensor, Tensor]:
+    # imported when first used: Triton is an extra, and takes a while
+    from fastweights.ops.kernels import kernels
+
+    return kernels(*args)
 
 
 BACKENDS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"loop": loop, "chunked": chunked, "triton": _triton}
+WIDEST_M = 128
+TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 _override: list[str] = []
 
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
     """Run every operation inside the block with this backend, whatever it was called with."""
-    _resolve(name, length=1)
+    _check_backend(name)
     _override.append(name)
     try:
         yield
@@ -117,12 +125,14 @@ def apply(
 ) -> tuple[Tensor, Tensor]:
     """Run the rule called `name`; y comes back in v's dtype, the state in float32 or float64."""
     _check(name, q, k, v, gate_logits, state, normalize, mask, reset)
-    run = _resolve(_override[-1] if _override else backend, q.shape[1])
+    backend = _choose(_override[-1] if _override else backend, q, k, v)
     dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
-    inputs = [x.to(dtype) for x in (q, k, v, *gate_logits)]
+    inputs = [q, k, v, *gate_logits]
+    if backend != "triton":  # the kernels read what they get and round inside
+        inputs = [x.to(dtype) for x in inputs]
     state = None if state is None else state.to(dtype)
     with torch.autocast(v.device.type, enabled=False):
-        y, state = _run(name, run, normalize, inputs, state, mask, reset)
+        y, state = _run(name, BACKENDS[backend], normalize, inputs, state, mask, reset)
     return y.to(v.dtype), state
 
 
@@ -132,19 +142,47 @@ def _run(name, run, normalize, inputs, state, mask, reset) -> tuple[Tensor, Tens
         return run(rule, q, k, v, tuple(gates), state, mask, reset)
     if name != "delta":
         y, state = run(rule, q, k, with_ones(v), tuple(gates), state, mask, reset)
+        y = y.to(state.dtype)
         return divide(y[..., :-1], y[..., -1:]), state
     values, total = split_state(state)
     y, values = run(rule, q, k, v, tuple(gates), values, mask, reset)
     divisor, total = run(RULES["add"], q, k, torch.ones_like(v[..., :1]), (), total, mask, reset)
-    return divide(y, divisor), join_state(values, total)
+    return divide(y.to(values.dtype), divisor.to(values.dtype)), join_state(values, total)
 
 
-def _resolve(backend: str, length: int) -> Callable[..., tuple[Tensor, Tensor]]:
-    if backend == "auto":
-        return BACKENDS["loop" if length == 1 else "chunked"]
-    if backend not in BACKENDS:
+def _choose(backend: str, q: Tensor, k: Tensor, v: Tensor) -> str:
+    """The backend to run; `auto` is the fastest that can run here."""
+    _check_backend(backend)
+    if backend not in ("auto", "triton"):
+        return backend
+    obstacle = _obstacle(q, k, v)
+    if obstacle is None and (v.device.type == "cuda" or backend == "triton"):
+        return "triton"
+    if backend == "triton":
+        raise ValueError(f"backend='triton' cannot run here: {obstacle}; use backend='auto' or 'chunked'")
+    return "loop" if q.shape[1] == 1 else "chunked"
+
+
+def _check_backend(backend: str) -> None:
+    if backend != "auto" and backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is not known; choose one of auto, {', '.join(BACKENDS)}")
-    return BACKENDS[backend]
+
+
+def _obstacle(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Why the Triton kernels cannot run on these tensors."""
+    if v.device.type != "cuda" and not _interpreted():
+        return f"it needs a CUDA device, and the tensors are on {v.device.type}"
+    if not TRITON_INSTALLED:
+        return "Triton is not installed (pip install 'fastweights[gpu]')"
+    if k.shape[-1] > WIDEST_M:
+        return f"it has states of m up to {WIDEST_M}, found {k.shape[-1]}"
+    unknown = {x.dtype for x in (q, k, v)} - {torch.float32, torch.bfloat16, torch.float16}
+    return f"it computes in float32, bfloat16 or float16, found {unknown.pop()}" if unknown else None
+
+
+def _interpreted() -> bool:
+    """Triton's interpreter runs kernels on the CPU; slow, so `auto` never means it."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _check(name, q, k, v, gate_logits, state, normalize, mask, reset) -> None:

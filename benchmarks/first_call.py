@@ -1,0 +1,44 @@
+"""How long the first forward + backward of decay takes beyond a second one, in this new process; prints JSON.
+
+TRITON_CACHE_DIR=EMPTY_FOLDER python benchmarks/first_call.py cuda triton
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import torch
+from gpu_ops import Shape, op_inputs
+from measure import synchronize
+
+from fastweights import ops
+
+CASES = {"m 32, d 64": (32, 64), "m 48, d 80": (48, 80)}
+
+
+def seconds_of_a_call(m: int, d: int, device: str, backend: str) -> float:
+    inputs, _ = op_inputs("decay", m, Shape(8, 512, 12, d, 1, 1), torch.bfloat16, 2.0, device)
+    tensors = [x.requires_grad_() for name, x in inputs.items() if name != "state"]
+    synchronize(device)
+    began = time.perf_counter()
+    y, _ = ops.decay(*tensors, backend=backend)
+    torch.autograd.grad(y, tensors, torch.ones_like(y))
+    synchronize(device)
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    device, backend = sys.argv[1:]
+    warm = torch.ones(8, 8, device=device, requires_grad=True)
+    (warm @ warm).sum().backward()
+    found = {}
+    for name, (m, d) in CASES.items():
+        first, second = (seconds_of_a_call(m, d, device, backend) for _ in range(2))
+        found[name] = {"first seconds": first, "second seconds": second, "waited seconds": first - second}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""The small search behind fastweights/ops/kernels/blocks.json: warps, pipeline depth and registers of every kernel.
+
+    python benchmarks/search_blocks.py [--out blocks.json] [--bm 16,32] [--families tiled,delta] [--widths 16,32]
+
+For each padded m, rule family and width of the numbers each kernel is timed alone at 32 x 1024 tokens of 12 heads of
+d 64, with the others as recorded. Candidates compile in parallel processes first. A choice that fails or that gives
+another answer than the first candidate is out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastweights.ops.kernels import blocks, launch
+from fastweights.rules import RULES
+
+BATCH, LENGTH, HEADS, D = 32, 1024, 12, 64
+FAMILIES = {"tiled": "decay", "delta": "delta"}
+DTYPES = {"16": torch.bfloat16, "32": torch.float32}
+CANDIDATES = {
+    "forward": [(4, 3, 168), (4, 3, 128), (4, 2, 168), (8, 3, 0), (8, 2, 128), (4, 3, 0)],
+    "backward": [(4, 3, 0), (4, 2, 0), (8, 2, 0), (8, 3, 128), (8, 1, 0)],
+    "segments": [(4, 3, 168), (4, 3, 128), (8, 2, 128), (4, 2, 0)],
+}
+REPEATS = 7
+
+
+def inputs(rule: str, m: int, dtype: torch.dtype, batch: int, length: int) -> list[Any]:
+    torch.manual_seed(0)
+    widths = {"m": m, "d": D, "1": 1}
+
+    def draw(width: int) -> torch.Tensor:
+        return torch.randn(batch, length, HEADS, width, device="cuda").to(dtype)
+
+    q, k, v, dy = draw(m), torch.nn.functional.normalize(draw(m), dim=-1), draw(D), draw(D)
+    return [q, k, v, [draw(widths[width]) + 2 for width in RULES[rule].gates.values()], dy]
+
+
+def pass_of(kernel: str, rule: str, m: int, dtype: torch.dtype, batch: int, length: int) -> Any:
+    """A function that runs the kernel (the segments': at a length that is split) and returns what it makes."""
+    if kernel == "segments":
+        batch, length = max(1, batch // 16), length * 16
+    q, k, v, gates, dy = inputs(rule, m, dtype, batch, length)
+    plan = launch.Plan(launch.shape_of(rule, q, k, v, None))
+    if kernel == "forward":
+        return lambda: launch.forward(plan, q, k, v, gates, None, None, True)[:2]
+    _, end, *saved = launch.forward(plan, q, k, v, gates, None, None, True)
+    dend = torch.randn_like(end)
+    if kernel == "backward":
+        return lambda: launch.backward(plan, q, k, v, gates, None, saved, dy, dend)
+    return lambda: [launch._segments(plan, False, plan.parts, plan.segment, k, v, gates, None, torch.zeros_like(end))]
+
+
+def with_choice(kernel: str, family: str, width: str, bm: int, choice: tuple[int, ...]) -> None:
+    """Record a candidate, in this process alone."""
+    blocks.RECORD[blocks.key(family, width, bm)][kernel] = list(choice)
+
+
+def compile_some(jobs: list[tuple]) -> None:
+    for kernel, family, width, bm, choice in jobs:
+        with_choice(kernel, family, width, bm, choice)
+        try:
+            pass_of(kernel, FAMILIES[family], bm, DTYPES[width], 4, 256)()
+            torch.cuda.synchronize()
+        except Exception as error:  # the timing reports it
+            print(kernel, family, width, bm, choice, str(error).splitlines()[0][:100], flush=True)
+            if "illegal" in str(error):
+                return
+
+
+def milliseconds(run: Any) -> float:
+    for _ in range(2):
+        run()
+    times = []
+    for _ in range(REPEATS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(3_000_000)  # the launches queue up behind this, so Python's time is not measured
+        begin.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times)
+
+
+def search(kernel: str, family: str, width: str, bm: int, tried: list[dict[str, Any]]) -> None:
+    best, expected = None, None
+    for choice in CANDIDATES[kernel]:
+        with_choice(kernel, family, width, bm, choice)
+        try:
+            run = pass_of(kernel, FAMILIES[family], bm, DTYPES[width], BATCH, LENGTH)
+            found = [x.float() for x in run()]
+            expected = found if expected is None else expected
+            off = max(float((a - b).norm() / b.norm().clamp(min=1e-6)) for a, b in zip(found, expected, strict=True))
+            time = milliseconds(run) if off < 1e-2 else float("inf")
+        except Exception as error:
+            print(kernel, family, width, bm, choice, "failed:", str(error).splitlines()[0][:100], flush=True)
+            if "illegal" in str(error):
+                raise
+            continue
+        tried.append({"kernel": kernel, "family": family, "width": width, "bm": bm, "choice": choice, "ms": time})
+        best = min(best or (time, choice), (time, choice))
+    assert best is not None, f"no candidate of {kernel} runs for {family}, {width} bits, m {bm}"
+    with_choice(kernel, family, width, bm, best[1])
+    print(f"{kernel:9} {family:6} {width} bits, m {bm:3}: {best[0]:.3f} ms with {best[1]}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(blocks.__file__).with_name("blocks.json"))
+    parser.add_argument("--bm", type=lambda s: [int(x) for x in s.split(",")], default=[16, 32, 64, 128])
+    parser.add_argument("--families", type=lambda s: s.split(","), default=list(FAMILIES))
+    parser.add_argument("--widths", type=lambda s: s.split(","), default=list(DTYPES))
+    options = parser.parse_args()
+    kinds = [
+        (kernel, family, width, bm)
+        for family, width, bm, kernel in itertools.product(options.families, options.widths, options.bm, CANDIDATES)
+        if not (family == "delta" and kernel == "segments")
+    ]
+    jobs = [(*kind, choice) for kind in kinds for choice in CANDIDATES[kind[0]]]
+    workers = min(len(jobs), os.cpu_count() or 1)
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=compile_some, args=(jobs[i::workers],)) for i in range(workers)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    tried: list[dict[str, Any]] = []
+    for kind in kinds:
+        search(*kind, tried)
+        options.out.write_text(json.dumps(blocks.RECORD, indent=1) + "\n")
+    options.out.with_suffix(".tried.json").write_text(json.dumps(tried) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""Launches the kernels: what each rule's forward and backward pass are made of.
+
+Shapes: q, k [B,T,H,m]   v, y [B,T,H,d]   gates f [B,T,H,m], z [B,T,H,d], g [B,T,H,1]   flags [B,T] int8
+        state [B,H,d,m]   tile_states [B*H,tiles,d,m]: states at the tiles' starts, as the products round them
+        inverses [B*H,tiles,16,16] and through [B*H,parts,d+m,m]: delta's solved tiles and segments (wy.py)
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastweights.ops.kernels import tiled, wy
+from fastweights.ops.kernels.blocks import SCAN_BLOCK, SEGMENT_TILE, TILE, blocks_for
+
+OPERANDS = {
+    torch.bfloat16: (tl.bfloat16, "tf32"),
+    torch.float16: (tl.float32, "tf32"),  # running products leave float16's range
+    torch.float32: (tl.float32, "tf32x3"),
+}
+# Programs for each multiprocessor: these hide each other's waiting. The backward pass has fewer there at a time (it
+# needs more registers), and more of them leave less of the chip idle at the end.
+FORWARD_PROGRAMS, BACKWARD_PROGRAMS = 3, 6
+
+
+class Shape(NamedTuple):
+    """All that decides how a call is launched."""
+
+    rule: str
+    batch: int
+    length: int
+    heads: int
+    m: int
+    d: int
+    dtype: torch.dtype
+    flags: bool
+    device: torch.device
+
+
+def shape_of(rule: str, q: Tensor, k: Tensor, v: Tensor, flags: Tensor | None) -> Shape:
+    dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+    batch, length, heads, m = k.shape
+    return Shape(rule, batch, length, heads, m, v.shape[-1], dtype, flags is not None, v.device)
+
+
+class Plan:
+    """Sizes and settings of one shape's kernels."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape, self.rule = shape, shape.rule
+        self.rows = shape.batch * shape.heads
+        self.blocks = blocks_for(shape.rule, shape.m, shape.d, shape.dtype)
+        self.tiles = triton.cdiv(shape.length, TILE)
+        operand, precision = OPERANDS[shape.dtype]
+        self.kinds: dict[str, Any] = {
+            "FLAGS": shape.flags,
+            "BM": self.blocks.bm,
+            "BD": self.blocks.bd,
+            "OPERAND": operand,
+            "PRECISION": precision,
+        }
+        if self.rule != "delta":
+            width = {"decay": self.blocks.bm, "gated": 1, "add": 0}[self.rule]
+            self.kinds |= {"F_WIDTH": width, "Z": self.rule == "decay", "SHARE": self.rule == "gated"}
+        self.slices = triton.cdiv(shape.d, self.blocks.bd)
+        self.parts, self.segment = self._split(FORWARD_PROGRAMS)
+        self.back_parts, self.back_segment = self._split(BACKWARD_PROGRAMS)
+        if self.rule == "delta":  # a segment's P is made once and serves both
+            self.back_parts, self.back_segment = self.parts, self.segment
+
+    def _split(self, programs: int) -> tuple[int, int]:
+        """Time is cut into segments where the heads alone do not fill the chip."""
+        wanted = programs * multiprocessors(self.shape.device) // (self.rows * self.slices)
+        parts = max(1, min(wanted, triton.cdiv(self.shape.length, 4 * SEGMENT_TILE)))
+        segment = triton.cdiv(triton.cdiv(self.shape.length, parts), SEGMENT_TILE) * SEGMENT_TILE
+        return triton.cdiv(self.shape.length, segment), segment
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.shape.dtype == torch.bfloat16 else torch.float32
+
+    def sizes(self, segment: int) -> tuple[int, ...]:
+        return (*self.shape[2:6], segment)
+
+    def saved_shapes(self, keep: bool) -> list[tuple[int, ...]]:
+        """Of tile_states (kept for the backward pass alone), inverses and through, empty where there are none."""
+        _, _, _, _, m, d, *_ = self.shape
+        solved = self.rule == "delta"
+        return [
+            (self.rows if keep else 0, self.tiles, d, m),
+            (self.rows if solved else 0, self.tiles, TILE, TILE),
+            (self.rows if solved and self.parts > 1 else 0, self.parts, d + m, m),
+        ]
+
+
+plan_for = functools.lru_cache(maxsize=1024)(Plan)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def forward(
+    plan: Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: list[Tensor],
+    flags: Tensor | None,
+    state: Tensor | None,
+    keep: bool,
+) -> tuple[Tensor, ...]:
+    """y, the state at the end, and (keep) tile_states, inverses and through."""
+    shape = plan.shape
+    float32: dict[str, Any] = {"dtype": torch.float32, "device": v.device}
+    y, end = torch.empty_like(v), torch.empty(shape.batch, shape.heads, shape.d, shape.m, **float32)
+    kept, solved, through = plan.saved_shapes(keep)
+    tile_states = torch.empty(kept, dtype=plan.state_dtype, device=v.device)
+    inverses, ends = torch.empty(solved, **float32), torch.empty(through, **float32)
+    grid, sizes = (plan.rows * plan.slices, plan.parts), plan.sizes(plan.segment)
+    options: dict[str, Any] = {"KEEP": keep, **plan.kinds, **plan.blocks.forward.options}
+    starts, delta = state, plan.rule == "delta"
+    if delta:
+        _solve(plan, k, gates[0], flags, inverses)
+        options["OUTPUT"] = True
+        if plan.parts > 1:
+            slices = triton.cdiv(shape.d + shape.m, plan.blocks.bd)
+            wy.forward[(plan.rows * slices, plan.parts)](
+                q, k, v, *_there(q, *gates, flags), inverses, q, y, q, ends, *sizes,
+                **options | {"OUTPUT": False, "KEEP": False}, START=False, TILE=TILE,
+            )  # fmt: skip
+            starts = _scan_delta(plan, False, _start(end, state), ends, ends)
+    elif plan.parts > 1:
+        starts = _segments(plan, False, plan.parts, plan.segment, k, v, gates, flags, _start(end, state))
+    run, inputs = (wy.forward, [*gates, flags, inverses]) if delta else (tiled.forward, [*_pair(gates), flags])
+    run[grid](
+        q, k, v, *_there(q, *inputs, starts), y, *_there(q, tile_states), end,
+        *sizes, **options, START=starts is not None, TILE=TILE,
+    )  # fmt: skip
+    return y, end, tile_states, inverses, ends
+
+
+def backward(
+    plan: Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: list[Tensor],
+    flags: Tensor | None,
+    saved: list[Tensor],
+    dy: Tensor,
+    dend: Tensor,
+) -> list[Tensor]:
+    """Gradients of q, k, v, the state at the start and the gates."""
+    tile_states, inverses, through = saved
+    dv, dstart = torch.empty_like(v), torch.empty_like(dend)
+    # Where d is cut into slices each makes its share of what they have in common.
+    common = [q, k, *gates[:1]]
+    dq, dk, *dgates = [
+        torch.empty_like(x) if plan.slices == 1 else x.new_empty(plan.slices, *x.shape, dtype=torch.float32)
+        for x in common
+    ]
+    dgates += [torch.empty_like(x) for x in gates[1:]]
+    grid, sizes = (plan.rows * plan.slices, plan.back_parts), (*plan.sizes(plan.back_segment), q.numel())
+    options: dict[str, Any] = {**plan.kinds, **plan.blocks.backward.options, "TILE": TILE}
+    dends = dend
+    if plan.rule == "delta":
+        if plan.parts > 1:
+            sums = torch.empty(plan.rows, plan.parts, plan.shape.d, plan.shape.m, device=v.device)
+            wy.backward[(plan.rows * plan.slices, plan.parts - 1)](
+                q, k, v, *_there(q, *gates, flags), inverses, tile_states, dy, dend, dq, dk, dv, *dgates, sums,
+                *sizes, OUTPUT=False, **options,
+            )  # fmt: skip
+            dends = _scan_delta(plan, True, dend, through, sums)
+        wy.backward[grid](
+            q, k, v, *_there(q, *gates, flags), inverses, tile_states, dy, dends, dq, dk, dv, *dgates, dstart,
+            *sizes, OUTPUT=True, **options,
+        )  # fmt: skip
+    else:
+        if plan.back_parts > 1:
+            dends = _segments(plan, True, plan.back_parts, plan.back_segment, q, dy, gates, flags, dend)
+        tiled.backward[grid](
+            q, k, v, *_there(q, *_pair(gates), flags), tile_states, dy, dends, dq, dk, dv,
+            *_there(q, *_pair(dgates)), dstart, *sizes, **options,
+        )  # fmt: skip
+    if plan.slices > 1:
+        dq, dk, *first = [x.sum(0).to(like.dtype) for x, like in zip([dq, dk, *dgates[:1]], common, strict=True)]
+        dgates[:1] = first
+    return [dq, dk, dv, dstart, *dgates]
+
+
+def _pair(gates: list[Tensor]) -> list[Tensor | None]:
+    """tiled.py's f and z."""
+    return [*gates, None, None][:2]
+
+
+def _there(anything: Tensor, *tensors: Tensor | None) -> list[Tensor]:
+    """Pointers for a kernel: what is not there is not read, but must point somewhere."""
+    return [anything if x is None or not x.numel() else x for x in tensors]
+
+
+def _start(like: Tensor, state: Tensor | None) -> Tensor:
+    return torch.zeros_like(like) if state is None else state
+
+
+def _segments(
+    plan: Plan,
+    back: bool,
+    parts: int,
+    segment: int,
+    a: Tensor,
+    b: Tensor,
+    gates: list[Tensor],
+    flags: Tensor | None,
+    boundary: Tensor,
+) -> Tensor:
+    """States at the segments' starts (back: gradients at their ends), [B*H,parts,d,m]."""
+    sums = torch.empty(plan.rows, parts, plan.shape.d, plan.shape.m, dtype=torch.float32, device=a.device)
+    kepts, states = torch.empty_like(sums), torch.empty_like(sums)
+    tiled.segment_sums[(plan.rows * plan.slices, parts - 1)](
+        a, b, *_there(a, *_pair(gates), flags), sums, kepts, *plan.sizes(segment), **plan.kinds,
+        BACK=back, TILE=SEGMENT_TILE, **plan.blocks.segments.options,
+    )  # fmt: skip
+    size = plan.shape.d * plan.shape.m
+    tiled.scan_segments[(plan.rows, triton.cdiv(size, SCAN_BLOCK))](
+        boundary, sums, kepts, states, parts, size, BACK=back, BLOCK=SCAN_BLOCK
+    )
+    return states
+
+
+def _solve(plan: Plan, k: Tensor, g: Tensor, flags: Tensor | None, inverses: Tensor) -> None:
+    kinds = {name: plan.kinds[name] for name in ("FLAGS", "BM", "OPERAND", "PRECISION")}
+    wy.solve[(plan.rows, plan.tiles)](
+        k, *_there(k, g, flags), inverses, *plan.shape[2:5], TILE=TILE, **kinds, num_warps=1
+    )  # fmt: skip
+
+
+def _scan_delta(plan: Plan, back: bool, boundary: Tensor, through: Tensor, sums: Tensor) -> Tensor:
+    states = torch.empty(plan.rows, plan.parts, plan.shape.d, plan.shape.m, dtype=torch.float32, device=sums.device)
+    wy.scan_segments[(plan.rows * plan.slices,)](
+        boundary, through, sums, states, plan.parts, plan.shape.m, plan.shape.d,
+        BACK=back, BM=plan.blocks.bm, BD=plan.blocks.bd, PRECISION="tf32x3",
+    )  # fmt: skip
+    return states

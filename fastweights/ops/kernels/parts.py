@@ -1,0 +1,122 @@
+"""What the kernels are made of: reading tiles of tokens, gates and their running products, flags.
+
+Shapes in a program: tokens t [TILE]   q, k, f [TILE,BM]   v, z [TILE,BD]   S [BD,BM], BM and BD padded sizes
+A tensor [B,T,H,w] is contiguous: number c of token t of head h is at ((b*T + t)*H + h)*w + c.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fastweights.rules.base import MIN_GATE_LOGIT
+
+FLOOR = tl.constexpr(MIN_GATE_LOGIT)
+# Sizes that change from call to call, without a kernel compiled for each kind of number.
+SIZES = ["length", "heads", "segment", "sliced", "parts", "size"]
+LOG2_E = tl.constexpr(1.4426950408889634)
+# Below this log(1 + u) is its series: 1 + u would round away what a slow gate forgets.
+SMALL = tl.constexpr(1 / 64)
+PAD = tl.constexpr(1)
+RESET = tl.constexpr(2)
+# Triton's interpreter multiplies bfloat16 numbers as if their bits were integers.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def read(x, i, real, heads, columns, width):
+    """Numbers of some tokens in float32; zeros where there is no token or no column. x points to token i = 0."""
+    there = real[:, None] & (columns < width)[None, :]
+    return tl.load(x + i[:, None] * (heads * width) + columns[None, :], mask=there, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def write(x, value, i, there, heads, columns, width):
+    there = there[:, None] & (columns < width)[None, :]
+    tl.store(x + i[:, None] * (heads * width) + columns[None, :], value.to(x.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def read_flags(flags, i, there, FLAGS: tl.constexpr):
+    """Which tokens are real, which begin a document, and which gates count as 1 (no token, or nothing to forget)."""
+    real = there
+    reset = i < 0
+    if FLAGS:
+        flag = tl.load(flags + i, mask=there, other=PAD)
+        reset = there & ((flag & RESET) != 0)
+        real = there & ((flag & PAD) == 0)
+    return real, reset, reset | (real == 0)
+
+
+@triton.jit
+def fast(NAME: tl.constexpr, x):
+    """log2 or the reciprocal in one instruction, within 2^-22."""
+    if INTERPRETED:
+        return tl.log2(x) if NAME == "lg2" else 1 / x
+    return tl.inline_asm_elementwise(NAME + ".approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def log2_gate(logit, quiet):
+    """log2 of a gate, one minus the gate, and the gate."""
+    u = tl.exp2(tl.maximum(logit, FLOOR) * -LOG2_E)
+    series = u * (LOG2_E - u * (LOG2_E / 2 - u * (LOG2_E / 3)))
+    log = tl.where(u < SMALL, series, fast("lg2", 1 + u))
+    gate = fast("rcp", 1 + u)
+    return tl.where(quiet[:, None], 0.0, -log), u * gate, gate
+
+
+@triton.jit
+def running_products(log, OPERAND: tl.constexpr, TILE: tl.constexpr):
+    """Running products [TILE,W] of a tile's gates, divided by the root of their product so that they stay within e^80,
+    their inverses, and that root [W]. Sums over time are products with a constant matrix, which on this
+    hardware cost less than a scan."""
+    i = tl.arange(0, TILE)
+    total = exact_product(tl.where(i[:, None] >= i[None, :], 0.5, -0.5), log, OPERAND)
+    half = tl.max(exact_product(tl.full([TILE, TILE], 0.5, tl.float32), log, OPERAND), 0)
+    return tl.exp2(total), tl.exp2(-total), tl.exp2(half)
+
+
+@triton.jit
+def document_masks(reset, TILE: tl.constexpr):
+    """From the resets in a tile: the number of each token's document [TILE] and of the last one."""
+    reset = reset.to(tl.int32)
+    return tl.cumsum(reset, 0), tl.sum(reset, 0)
+
+
+@triton.jit
+def below(TILE: tl.constexpr, AT_LEAST: tl.constexpr):
+    """Pairs (t, s) with t - s >= AT_LEAST."""
+    i = tl.arange(0, TILE)
+    return i[:, None] - i[None, :] >= AT_LEAST
+
+
+@triton.jit
+def product(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    a, b = a.to(OPERAND), b.to(OPERAND)
+    if INTERPRETED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def rounded(x, OPERAND: tl.constexpr):
+    """x as a product will see it, still float32. On the bits, since converting to bfloat16 and back is slow."""
+    if OPERAND == tl.bfloat16:  # noqa: SIM300
+        x = ((x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True)
+    return x
+
+
+@triton.jit
+def exact_product(a, b, OPERAND: tl.constexpr):
+    """a @ b to nearly float32's precision, for an `a` of small numbers that are exact in bfloat16."""
+    if OPERAND == tl.bfloat16:  # noqa: SIM300
+        high = rounded(b, OPERAND)
+        return product(a, high, OPERAND, "tf32") + product(a, b - high, OPERAND, "tf32")
+    return product(a, b, OPERAND, "tf32x3")
+
+
+@triton.jit
+def sum_over_time(log, OTHERS: tl.constexpr, OPERAND: tl.constexpr, TILE: tl.constexpr):
+    """Sums [OTHERS,W] over a tile's tokens, the same in every row."""
+    return exact_product(tl.full([OTHERS, TILE], 1.0, tl.float32), log, OPERAND)
