@@ -19,15 +19,19 @@ if TYPE_CHECKING:
     from fastweights import ops as ops
     from fastweights.cache import FastWeightsCache as FastWeightsCache
     from fastweights.config import FastWeightsConfig as FastWeightsConfig
+    from fastweights.config import Sampling as Sampling
     from fastweights.convert import convert as convert
     from fastweights.convert import load as load
     from fastweights.convert import lora_modules as lora_modules
+    from fastweights.generate import Engine as Engine
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
+    "Engine": "fastweights.generate",
     "FastWeightsCache": "fastweights.cache",
     "FastWeightsConfig": "fastweights.config",
+    "Sampling": "fastweights.config",
     "convert": "fastweights.convert",
     "load": "fastweights.convert",
     "lora_modules": "fastweights.convert",

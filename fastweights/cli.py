@@ -16,8 +16,11 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from fastweights import __version__
-from fastweights.config import FastWeightsConfig
+from fastweights.config import FastWeightsConfig, Sampling
 from fastweights.options import (
+    COST_OUTPUT_HELP,
+    LENGTHS_HELP,
+    PROFILED_HELP,
     check_output,
     given_options,
     parse_numbers,
@@ -132,6 +135,7 @@ def generate(
     temperature: Annotated[float | None, typer.Option(help="Sample, from logits divided by this.")] = None,
     top_k: Annotated[int | None, typer.Option(min=1, help="Sample from the k likeliest tokens.")] = None,
     top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Sample from the likeliest that sum to p.")] = None,
+    repetition_penalty: Annotated[float, typer.Option(help="Divide logits of tokens seen before by this.")] = 1.0,
     seed: Annotated[int | None, typer.Option(min=0, help="Sample, with this seed.")] = None,
     num_beams: Annotated[int, typer.Option(min=1, help="Beams to search with.")] = 1,
     load_state: Annotated[Path | None, typer.Option(help="Continue the text whose state was saved here.")] = None,
@@ -140,22 +144,11 @@ def generate(
     dtype: Annotated[Dtype, typer.Option(help=DTYPE_HELP)] = "auto",
 ) -> None:
     """Continue a text. Decodes greedily unless a sampling option is given, and prints the new text as it comes."""
-    from transformers import TextStreamer, set_seed
+    from transformers import TextStreamer
 
-    from fastweights.generate import (
-        continue_text,
-        memory_used,
-        prompt_tokens,
-        sampling_options,
-        start_state,
-        state_after,
-    )
+    from fastweights.generate import continue_text, memory_used, prompt_tokens, start_state, state_after
 
-    options = {
-        "max_new_tokens": max_new_tokens,
-        "num_beams": num_beams,
-        **sampling_options(temperature, top_k, top_p, seed),
-    }
+    sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
     if save_state is not None and (save_state.is_dir() or not save_state.parent.is_dir()):
         raise ValueError(f"--save-state {save_state} cannot be written: give a file name in a folder that exists")
     with Console(stderr=True).status(f"loading {escape(str(folder))}"):
@@ -163,15 +156,13 @@ def generate(
     state = start_state(model, folder, load_state, save_state)
     prompt_ids = prompt_tokens(tokenizer, prompt, continues=load_state is not None).to(model.device)
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if num_beams == 1 else None
-    if seed is not None:
-        set_seed(seed)
     started = time.perf_counter()
-    ids, cache = continue_text(model, prompt_ids, state, streamer=streamer, **options)
+    ids, cache = continue_text(model, prompt_ids, state, sampling, max_new_tokens, num_beams, streamer)
     seconds = time.perf_counter() - started
     new_ids = ids[0, prompt_ids.shape[1] :]
     if streamer is None:
         typer.echo(tokenizer.decode(new_ids, skip_special_tokens=True))
-    if save_state is not None and state is not None:
+    if save_state is not None and state is not None and cache is not None:
         state_after(model, state, cache, ids).save(save_state, model)
     typer.echo(f"{len(new_ids)} tokens, {len(new_ids) / seconds:.1f} tokens/s, {memory_used(cache)}", err=True)
 
@@ -341,51 +332,50 @@ def _print_tables(result: dict[str, Any]) -> None:
 @app.command()
 @reports_errors
 def profile(
-    models: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[MODEL]...", help="Models to compare, the base first; by default the packaged one."),
-    ] = None,
-    lengths: Annotated[str, typer.Option(help="Text lengths, in tokens.")] = "256,1024,4096,16384",
+    models: Annotated[list[str] | None, typer.Argument(metavar="[MODEL]...", help=PROFILED_HELP)] = None,
+    layer: Annotated[bool, typer.Option("--layer", help="Only the layer of the paper's Figure 1.")] = False,
+    lengths: Annotated[str | None, typer.Option(help=LENGTHS_HELP)] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Texts at once: 1, for the layer 32.")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Heads of the layer: the paper's 1.")] = None,
+    compile: Annotated[bool, typer.Option("--compile", help="Compile every step with torch.compile.")] = False,
     device: Annotated[str | None, typer.Option(help="Device to run on; by default a GPU where there is one.")] = None,
     dtype: Annotated[Dtype, typer.Option(help=DTYPE_HELP)] = "auto",
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON file for the result.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help=COST_OUTPUT_HELP)] = None,
+    source: Annotated[Path | None, typer.Option("--from", help="Draw this result again; measures nothing.")] = None,
+    context: typer.Context = None,  # type: ignore[assignment]
 ) -> None:
     """Time and memory of one more token after texts of several lengths. A converted model alone is compared with the
     model it was made from, where that is found."""
     from transformers.utils import logging
 
-    from fastweights.profiling import decode_cost
+    from fastweights.profiled import figure, figure_beside, read_cost
+    from fastweights.profiled import profile as measure
     from fastweights.provenance import write_result
 
     logging.disable_progress_bar()
-    check_output(output)
-    usable = usable_device(device)
-    loaded = _profiled(models or [], dtype, usable)
-    result = decode_cost(loaded, parse_numbers("--lengths", lengths), stretch_positions=True)
+    check_output(output, is_picture=source is not None)
+    if source is not None:
+        if others := given_options(context, besides=("source", "output")):
+            raise ValueError(f"--from draws a result again: give it without {', '.join(others)}")
+        cost = read_cost(source)
+        _print_tables(cost.body)
+        typer.echo(figure(cost, output or source), err=True)
+        return
+    result = measure(
+        {_short(name, models or []): name for name in models or []},
+        lambda text: typer.echo(text, err=True),
+        layer=layer,
+        lengths=None if lengths is None else parse_numbers("--lengths", lengths),
+        batch=batch,
+        heads=heads,
+        device=usable_device(device),
+        dtype=dtype,
+        compiled=compile,
+    )
     _print_tables(result)
     if output is not None:
         write_result(output, result)
-
-
-def _profiled(names: list[str], dtype: str, device: str) -> dict[str, Any]:
-    """The models named; none: the packaged one and its conversion; a converted one alone: its base before it."""
-    from fastweights.convert import convert, load
-    from fastweights.models import CheckpointError
-
-    if not names:
-        from fastweights.quickstart import PACKAGED, SETTINGS
-
-        base, converted = (load(PACKAGED, dtype="float32").to(device).eval() for _ in range(2))
-        return {"packaged": base, "decay": convert(converted, SETTINGS)}
-    loaded = {_short(name, names): _load_any(name, dtype, device)[0] for name in names}
-    base_name = getattr(next(iter(loaded.values())).config, "fastweights_base", None) if len(names) == 1 else None
-    if base_name is None:
-        return loaded
-    try:
-        return {"base": load(base_name, dtype=dtype).to(device).eval()} | loaded
-    except CheckpointError:
-        typer.echo(f"the base {base_name} is not found: measured without it", err=True)
-        return loaded
+        typer.echo(figure_beside(output), err=True)
 
 
 @app.command()

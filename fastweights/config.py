@@ -1,5 +1,5 @@
 """FastWeightsConfig: everything that says how attention is replaced. Each field is documented once, here;
-the command line's help texts are taken from these descriptions."""
+the command line's help texts are taken from these descriptions. Sampling: how tokens are chosen."""
 
 from __future__ import annotations
 
@@ -192,3 +192,31 @@ class FastWeightsConfig:
     @classmethod
     def type_of(cls, name: str) -> Any:
         return get_type_hints(cls)[name]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen: greedily, unless a temperature, top_k, top_p or seed is given; what of these is not
+    given then has no effect. Without a seed one is drawn from torch's generator."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, fits, wanted, otherwise in (
+            ("temperature", lambda x: x > 0, "above 0", ": leave it out to decode greedily"),
+            ("top_k", lambda x: x >= 1, "at least 1", ""),
+            ("top_p", lambda x: 0 <= x <= 1, "from 0 to 1", ""),
+            ("repetition_penalty", lambda x: x > 0, "above 0", ": 1 is no penalty"),
+            ("seed", lambda x: 0 <= x < 2**63, "from 0 to 2^63 - 1", ""),
+        ):
+            value = getattr(self, name)
+            if value is not None and not fits(value):
+                raise ConfigError(f"{name} must be {wanted}, found {value}{otherwise}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature is None and self.top_k is None and self.top_p is None and self.seed is None

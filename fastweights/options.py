@@ -12,8 +12,12 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from fastweights.config import ConfigError, FastWeightsConfig
+from fastweights.config import ConfigError, FastWeightsConfig, Sampling
 from fastweights.recipe import Recipe, RecipeError, Stage, Stopped
+
+PROFILED_HELP = "Models to compare, the base first; by default the paper's layer and the packaged model."
+LENGTHS_HELP = "Text lengths, in tokens; by default 128 to 65,536, for models on a CPU 256 to 16,384."
+COST_OUTPUT_HELP = "JSON file for the result; its figure is drawn beside it, as .png and .svg."
 
 
 def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
@@ -39,7 +43,7 @@ def _fail(message: str, exit_code: int, error: Exception) -> None:
 
 def _with_flags(message: str) -> str:
     """The settings that a configuration error speaks of (`name=...`, `name must ...`) as they are typed here."""
-    names = "|".join(f.name for kind in (FastWeightsConfig, Recipe) for f in fields(kind))
+    names = "|".join(["lengths", *(f.name for kind in (FastWeightsConfig, Recipe, Sampling) for f in fields(kind))])
     return re.sub(rf"(?<![\w.-])({names})(?==| must\b)", lambda found: "--" + found[1].replace("_", "-"), message)
 
 
@@ -104,10 +108,11 @@ def takes_changes(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def given_options(context: typer.Context, besides: str) -> list[str]:
+def given_options(context: typer.Context, besides: str | tuple[str, ...]) -> list[str]:
     """The options and arguments that were typed, as they are typed."""
-    typed = [p for p in context.command.params if p.name != besides and _was_typed(context, str(p.name))]
-    return [p.opts[0] if p.opts[0].startswith("-") else "DIR" for p in typed]
+    allowed = (besides,) if isinstance(besides, str) else besides
+    typed: list[Any] = [p for p in context.command.params if p.name not in allowed and _was_typed(context, str(p.name))]
+    return [p.opts[0] if p.opts[0].startswith("-") else p.metavar.strip("[].") for p in typed]
 
 
 def _was_typed(context: typer.Context, name: str) -> bool:
@@ -115,8 +120,10 @@ def _was_typed(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def check_output(path: Path | None) -> None:
+def check_output(path: Path | None, is_picture: bool = False) -> None:
     """Before hours of measuring, not after."""
+    if path is not None and path.suffix in (".png", ".svg") and not is_picture:
+        raise ValueError(f"--output {path} is for numbers: give a JSON file, such as {path.with_suffix('.json')}")
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
         raise ValueError(f"--output {path} cannot be written: give a file name in a folder that exists")
 

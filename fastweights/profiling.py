@@ -2,65 +2,86 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import math
-import statistics
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import track
-from torch import nn
-from transformers.cache_utils import Cache
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache, DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from fastweights.cache import FastWeightsCache
 from fastweights.config import ConfigError
 from fastweights.families import family_of
 from fastweights.models import FastWeightsMixin, evaluating, position_limit
+from fastweights.stepper import make_stepper
+from fastweights.timing import Conditions, Contender, Findings, measure, on
 
 LENGTHS = (256, 1024, 4096, 16384)
 TIMED_TOKENS = 16
-WARM_UP_TOKENS = 1
 PIECE = 1024
 STRETCHED = "table repeated for timing"
+UNMASKED = "sdpa_unmasked"
+AttentionInterface.register(UNMASKED, sdpa_attention_forward)
 
 
 def decode_cost(
     models: Mapping[str, Any],
     lengths: Sequence[int] = LENGTHS,
     *,
+    batch: int = 1,
     timed_tokens: int = TIMED_TOKENS,
     stretch_positions: bool = False,
+    compiled: bool = False,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Median seconds of a token after `length` others, and the bytes kept of these, for each of some models.
+    """Median seconds of a token after `length` others, the bytes kept of these and the most that the token needs, for
+    each of some models, with `batch` texts at once.
 
     At each length the models take turns, token by token, so that whatever else the machine does falls on all of them.
     A learned position table (GPT-2, OPT) ends: lengths past its end are left out for that model. `stretch_positions`
     measures them on a copy whose table is repeated; its text is nonsense, but it costs the time and bytes of a model
-    that has a longer table.
+    that has a longer table. A length that does not fit into memory is left out as well; `left_out` says why.
     """
-    _check(models, lengths, timed_tokens)
+    _check(models, lengths, batch, timed_tokens)
     lengths = sorted(lengths)
-    longest = lengths[-1] + WARM_UP_TOKENS + timed_tokens
-    measured = {name: stretched(model, longest) if stretch_positions else model for name, model in models.items()}
-    _check_positions(measured, lengths[0] + WARM_UP_TOKENS + timed_tokens)
-    points: dict[str, list[dict[str, Any]]] = {name: [] for name in models}
-    with evaluating(*measured.values()):
-        for length in track(lengths, "measuring", console=Console(stderr=True), transient=True, disable=not progress):
-            fitting = {n: m for n, m in measured.items() if _fits(m, length + WARM_UP_TOKENS + timed_tokens)}
-            for name, point in _measure(fitting, length, timed_tokens).items():
-                points[name].append(point)
-    entries = [_entry(name, model, points[name], measured[name] is not model) for name, model in models.items()]
+    device = next(iter(models.values())).device
+    conditions = Conditions(device, timed_tokens, compiled)
+    measured = {n: stretched(model, lengths[-1] + 1) if stretch_positions else model for n, model in models.items()}
+    _check_positions(measured, lengths[0] + 1)
+    found = {name: Findings() for name in models}
+    with evaluating(*measured.values()), on(device):
+        for length in track(lengths, "models", console=Console(stderr=True), transient=True, disable=not progress):
+            fitting = {}
+            for name, model in measured.items():
+                if _fits(model, length + 1):
+                    fitting[name] = functools.partial(_contender, model, length, batch)
+                else:
+                    found[name].leave_out(length, f"the position table ends at {position_limit(model)}")
+            measure(fitting, length, conditions, found)
+    entries = []
+    for name, model in models.items():
+        note = {"positions": STRETCHED} if measured[name] is not model else {}
+        entries.append(found[name].entry(name, isinstance(model, FastWeightsMixin)) | note)
     return {
         "kind": "cost",
-        "what": "median seconds of one more token after a text of this length, and bytes kept of the text",
+        "what": "median seconds of one more token after a text of this length, bytes kept of the text, and these with "
+        "the most that the token needs beside the weights",
         "seed": 0,
         "tokens": timed_tokens,
+        "batch": batch,
+        "dtype": str(next(iter(models.values())).dtype).removeprefix("torch."),
+        "device": device.type,
         "models": entries,
-        "cheaper_from": _compare(entries),
+        "cheaper_from": compare(entries),
     }
 
 
@@ -105,13 +126,22 @@ def stretched(model: Any, length: int) -> Any:
     return twin
 
 
-def _check(models: Mapping[str, Any], lengths: Sequence[int], timed_tokens: int) -> None:
+def _check(models: Mapping[str, Any], lengths: Sequence[int], batch: int, timed_tokens: int) -> None:
     if not models:
         raise ConfigError("decode_cost measures models by name, and found none")
+    check_lengths(lengths)
+    check_counts(batch=batch, timed_tokens=timed_tokens)
+
+
+def check_lengths(lengths: Sequence[int]) -> None:
     if not lengths or min(lengths) < 1:
         raise ConfigError(f"lengths must be at least one text length of 1 or more tokens, found {list(lengths)}")
-    if timed_tokens < 1:
-        raise ConfigError(f"timed_tokens must be at least 1, found {timed_tokens}")
+
+
+def check_counts(**counts: int) -> None:
+    for name, count in counts.items():
+        if count < 1:
+            raise ConfigError(f"{name} must be at least 1, found {count}")
 
 
 def _check_positions(models: Mapping[str, Any], shortest: int) -> None:
@@ -119,7 +149,7 @@ def _check_positions(models: Mapping[str, Any], shortest: int) -> None:
         if not _fits(model, shortest):
             raise ConfigError(
                 f"{name} has fewer learned positions than the {shortest} tokens that the shortest of the lengths needs "
-                "with the timed ones: give shorter lengths, or stretch_positions=True"
+                "with the timed one: give shorter lengths, or stretch_positions=True"
             )
 
 
@@ -141,51 +171,98 @@ def _position_table(model: Any) -> Any:
     )
 
 
-def _measure(models: Mapping[str, Any], length: int, timed_tokens: int) -> dict[str, dict[str, Any]]:
-    caches = {name: _cache_after(model, length) for name, model in models.items()}
-    sizes = {name: kept_bytes(cache) for name, cache in caches.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in models}
-    for _ in range(WARM_UP_TOKENS + timed_tokens):
-        for name, model in models.items():
-            seconds[name].append(_seconds_of_a_token(model, caches[name]))
-    return {
-        name: {"length": length, "seconds": statistics.median(seconds[name][WARM_UP_TOKENS:]), "bytes": sizes[name]}
-        for name in models
-    }
+def _contender(model: Any, length: int, batch: int) -> Contender:
+    """A model that has read `length` random tokens, and goes on by one: on a GPU with the engine's step, if it has one
+    for the model, and else with the model's own forward."""
+    cache, token = _cache_after(model, length, batch), _random_tokens(model, batch, 1)
+    kept, attends = kept_bytes(cache), not isinstance(cache, FastWeightsCache) or bool(cache.kept)
+    if model.device.type == "cuda" and not attends:
+        stepper = make_stepper(model, batch)
+        if stepper.static:
+            return Contender(_engine_step(stepper, cache, token), kept, attends, is_engine=True)
+    return Contender(_forward_step(model, cache, token), kept, attends)
 
 
-def _cache_after(model: Any, length: int) -> Cache:
+def _forward_step(model: Any, cache: Cache, token: Tensor) -> Callable[[], Tensor]:
+    _make_static(cache)
+    lengths = getattr(cache, "lengths", None)
+
+    def step() -> Tensor:
+        if lengths is not None:
+            cache.lengths = lengths  # a converted model counts on into a new tensor, which a CUDA graph cannot follow
+        with _no_mask(model):
+            return model(token, past_key_values=cache, use_cache=True).logits[:, -1]
+
+    return step
+
+
+def _engine_step(stepper: Any, cache: FastWeightsCache, token: Tensor) -> Callable[[], Tensor]:
+    for row in range(len(token)):
+        text = cache.fork()
+        text.batch_select_indices(torch.tensor([row]))
+        stepper.fill(row, text)
+    stepper.tokens.copy_(token[:, 0])
+    return stepper.step
+
+
+def _random_tokens(model: Any, batch: int, length: int) -> Tensor:
+    generator, words = torch.Generator().manual_seed(length), model.config.get_text_config().vocab_size
+    return torch.randint(words, (batch, length), generator=generator).to(model.device)
+
+
+def _cache_after(model: Any, length: int, batch: int) -> Cache:
     cache = None
-    for piece in torch.zeros(1, length, dtype=torch.long, device=model.device).split(PIECE, dim=1):
+    for piece in _random_tokens(model, batch, length).split(PIECE, dim=1):
         cache = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
     return cache
 
 
-def _seconds_of_a_token(model: Any, cache: Cache) -> float:
-    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    _wait_for(model.device)
-    began = time.perf_counter()
-    model(token, past_key_values=cache, use_cache=True)
-    _wait_for(model.device)
-    return time.perf_counter() - began
+class _StaticLayer(DynamicLayer):
+    """The keys and values of a text with room for one more token, which takes the same place every time: shapes and
+    addresses stay, as a CUDA graph needs it, and there is nothing to mask, so that the fastest kernels can be used."""
+
+    def __init__(self, text: DynamicLayer) -> None:
+        super().__init__()
+        self.keys, self.values = (F.pad(held, (0, 0, 0, 1)) for held in (text.keys, text.values))
+        self.dtype, self.device, self.is_sliding = self.keys.dtype, self.keys.device, text.is_sliding
+        self.length, self.is_initialized = int(text.get_seq_length()), True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.keys[:, :, -1:] = key_states
+        self.values[:, :, -1:] = value_states
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        held = self.keys.shape[2]
+        return held, self.length + 1 - held
 
 
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _make_static(cache: Cache) -> None:
+    for i, layer in enumerate(cache.layers):  # one after the other: all at once would need the memory twice
+        if isinstance(layer, DynamicLayer):
+            cache.layers[i] = _StaticLayer(layer)
 
 
-def _entry(name: str, model: Any, points: list[dict[str, Any]], is_stretched: bool) -> dict[str, Any]:
-    entry = {"name": name, "converted": isinstance(model, FastWeightsMixin), "points": points}
-    return entry | ({"positions": STRETCHED} if is_stretched else {})
+@contextlib.contextmanager
+def _no_mask(model: Any) -> Iterator[None]:
+    """While a CUDA graph is captured, transformers makes a mask for one token, too, and with a mask torch has no flash
+    attention; for an implementation that it does not know it makes none."""
+    config = model.config
+    before = config._attn_implementation
+    config._attn_implementation = UNMASKED if before == "sdpa" else before
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
 
 
-def _compare(entries: list[dict[str, Any]]) -> dict[str, int | None]:
+def compare(entries: list[dict[str, Any]], keys: Sequence[str] = ("seconds", "bytes")) -> dict[str, int | None]:
     """Of the first converted model against the first that is not; each converted entry gets its own as well."""
     base = next((entry for entry in entries if not entry["converted"]), None)
     for entry in entries:
         if base is not None and entry["converted"]:
-            entry["cheaper_from"] = {
-                key: cheaper_from(base["points"], entry["points"], key) for key in ("seconds", "bytes")
-            }
-    return next((e["cheaper_from"] for e in entries if "cheaper_from" in e), {"seconds": None, "bytes": None})
+            entry["cheaper_from"] = {key: cheaper_from(base["points"], entry["points"], key) for key in keys}
+    return next((e["cheaper_from"] for e in entries if "cheaper_from" in e), dict.fromkeys(keys))

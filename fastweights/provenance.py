@@ -29,13 +29,13 @@ def write_result(path: str | os.PathLike, result: dict[str, Any]) -> None:
     write_text(path, json.dumps(provenance() | result, indent=1) + "\n")
 
 
-def write_text(path: str | os.PathLike, text: str) -> None:
-    """A file, all of it or nothing: under a temporary name first."""
+def write_text(path: str | os.PathLike, text: str | bytes) -> None:
+    """A file, all of it or nothing: under a temporary name first. Bytes are written as they are."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(text.encode() if isinstance(text, str) else text)
         temporary.replace(path)
     except OSError:
         temporary.unlink(missing_ok=True)

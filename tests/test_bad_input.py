@@ -302,6 +302,7 @@ def test_no_tokenizer(tmp_path: Path, settings: dict[str, Any]) -> None:
     ("flags", "message"),
     [
         (["--prompt", "x", "--temperature", 0], "--temperature must be above 0, found 0.0"),
+        (["--prompt", "x", "--repetition-penalty", 0], "--repetition-penalty must be above 0, found 0.0"),
         (["--prompt", "x", "--device", "abacus"], "--device abacus cannot be used here"),
         (["--prompt", "x", "--save-state", "no/such/folder/s"], "--save-state no/such/folder/s cannot be written"),
     ],

@@ -251,7 +251,8 @@ def test_sampling_from_the_likeliest_token_is_greedy(tmp_path: Path) -> None:
 
 
 def test_sampling_is_from_all_tokens_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers' default of the 50 likeliest would cut the tail of the distribution."""
+    """transformers' default of the 50 likeliest would cut the tail of the distribution. It is transformers that
+    generates where a layer is still attention."""
     given: dict[str, Any] = {}
     real = FastWeightsMixin.generate
 
@@ -260,8 +261,17 @@ def test_sampling_is_from_all_tokens_unless_asked(tmp_path: Path, monkeypatch: p
         return real(self, *args, **kwargs)
 
     monkeypatch.setattr(FastWeightsMixin, "generate", spy)
-    succeed("generate", save_model(tmp_path, m=8), "--prompt", "Hi", "--max-new-tokens", 2, "--temperature", 0.5)
+    folder = save_model(tmp_path, m=8, layers=(0,))
+    succeed("generate", folder, "--prompt", "Hi", "--max-new-tokens", 2, "--temperature", 0.5)
     assert (given["do_sample"], given["temperature"], given["top_k"], given["top_p"]) == (True, 0.5, 0, 1.0)
+
+
+@pytest.mark.parametrize("settings", [dict(m=8), dict(m=8, layers=(0,))], ids=["engine", "hybrid"])
+def test_repetition_can_be_penalized(tmp_path: Path, settings: dict[str, Any]) -> None:
+    folder = save_model(tmp_path, **settings)
+    result = succeed("generate", folder, "--prompt", "Hello", "--max-new-tokens", 12, "--repetition-penalty", 1.5)
+    expected = continuation(load(folder), ids_of("Hello"), 12, repetition_penalty=1.5)
+    assert result.stdout.removesuffix("\n") == printed(expected)
 
 
 def test_generate_in_another_dtype_and_device(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
-from helpers import error_of, save_model, succeed
+from helpers import error_of, run, save_model, succeed
+from sample_results import svg_texts
 
 from fastweights.report import model_card
 
@@ -54,9 +56,66 @@ def test_profile_adds_the_base_of_a_converted_model(models: tuple[Path, Path]) -
     assert "measured without it" in succeed("profile", models[1], "--lengths", "4,8").stderr
 
 
-def test_profile_alone_measures_the_packaged_model(tmp_path: Path) -> None:
-    succeed("profile", "--lengths", "4,8", "-o", tmp_path / "cost.json")
-    assert [m["name"] for m in json.loads((tmp_path / "cost.json").read_text())["models"]] == ["packaged", "decay"]
+def test_profile_alone_measures_the_packaged_model_and_the_layer(tmp_path: Path) -> None:
+    said = succeed("profile", "--lengths", "4,8", "--batch", 2, "-o", tmp_path / "cost.json").stderr
+    assert "on cpu: one layer, batch 2, heads 1, d = m = 64, after 4, 8 tokens" in said
+    assert "on cpu: packaged, decay, batch 2, after 4, 8 tokens" in said
+    result = json.loads((tmp_path / "cost.json").read_text())
+    assert [m["name"] for m in result["models"]] == ["packaged", "decay"]
+    assert [m["name"] for m in result["layer"]["models"]] == ["attention", "decay", "delta"]
+    assert result["batch"] == result["layer"]["batch"] == 2
+    shown = svg_texts(tmp_path / "cost.svg")
+    assert {"packaged", "decay", "attention", "delta", "Time of one token"} <= set(shown)
+
+
+@pytest.fixture
+def layer_result(tmp_path: Path) -> Path:
+    succeed("profile", "--layer", "--lengths", "4,8", "--batch", 2, "--heads", 3, "-o", tmp_path / "layer.json")
+    return tmp_path / "layer.json"
+
+
+def test_profile_of_the_layer_alone(layer_result: Path) -> None:
+    result = json.loads(layer_result.read_text())
+    assert (result["level"], result["batch"], result["heads"]) == ("layer", 2, 3) and result["commit"]
+    assert [m["name"] for m in result["models"]] == ["attention", "decay", "delta"]
+
+
+def test_profile_draws_again(layer_result: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = {suffix: layer_result.with_suffix(suffix).read_bytes() for suffix in (".png", ".svg")}
+    monkeypatch.setattr("fastweights.layer_profile.layer_cost", None)  # nothing is measured
+    shown = succeed("profile", "--from", layer_result, "-o", tmp_path / "again.svg")
+    assert all(f"{name}:" in shown.stdout for name in ("attention", "decay", "delta"))
+    assert all((tmp_path / f"again{suffix}").read_bytes() == content for suffix, content in drawn.items())
+    layer_result.with_suffix(".svg").unlink()
+    assert f"{layer_result.with_suffix('.svg')}" in succeed("profile", "--from", layer_result).stderr
+    assert layer_result.with_suffix(".svg").read_bytes() == drawn[".svg"]
+
+
+def test_profile_says_what_it_cannot_do(layer_result: Path, tmp_path: Path, models: tuple[Path, Path]) -> None:
+    def error(*arguments: object) -> str:
+        return error_of("profile", *arguments)
+
+    assert error("--from", layer_result, models[0], "--layer") == (
+        "--from draws a result again: give it without MODEL, --layer"
+    )
+    (tmp_path / "eval.json").write_text('{"kind": "evaluation"}')
+    assert "eval.json is a result of evaluation: give one that fastweights profile" in error("--from", "eval.json")
+    assert "no result file at no.json" in error("--from", "no.json")
+    assert error(models[0], "--layer") == "--layer is for the layer, and base is a model: give only one of them"
+    assert error(models[0], "--heads", 2).startswith("--heads is for the layer")
+    assert "--output a.svg is for numbers: give a JSON file, such as a.json" in error("-o", "a.svg")
+    assert "--lengths must be at least one text length" in run("profile", "--layer", "--lengths", "0").stderr
+    (tmp_path / "empty.json").write_text('{"kind": "cost"}')
+    assert "nothing to draw: empty.json has no point" in run("profile", "--from", "empty.json").stderr
+
+
+def test_profile_without_matplotlib_keeps_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    target = tmp_path / "layer.json"
+    said = succeed("profile", "--layer", "--lengths", "4", "--batch", 2, "-o", target).stderr
+    assert f"pip install 'fastweights[plot]', then fastweights profile --from {target}" in said
+    assert [p.name for p in tmp_path.iterdir()] == ["layer.json"]
+    assert "pip install 'fastweights[plot]'" in run("profile", "--from", target).stderr
 
 
 def test_a_card_of_a_run_has_the_name_of_the_run(models: tuple[Path, Path]) -> None:

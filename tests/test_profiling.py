@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny import pretrained, tokens
 
+from fastweights import profiling
 from fastweights.config import ConfigError, FastWeightsConfig
 from fastweights.convert import convert
 from fastweights.describe import describe
@@ -83,6 +84,86 @@ def test_the_result_says_what_it_is() -> None:
     assert cost({"decay": converted("llama")}, (2,))["cheaper_from"] == {"seconds": None, "bytes": None}
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])  # the second has masks
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "gemma3_text", "gpt_neox", "opt"])
+def test_the_step_with_a_static_cache_is_the_models_own(family: str, implementation: str) -> None:
+    model, ids = pretrained(family), tokens(2, 21)  # windows of 7 in two of them
+    model.set_attn_implementation(implementation)
+    with torch.no_grad():
+        expected = model(ids).logits[:, -1]
+        cache = model(ids[:, :20], use_cache=True).past_key_values
+        step = profiling._forward_step(model, cache, ids[:, 20:])
+        for _ in range(2):  # the same place again
+            torch.testing.assert_close(step(), expected)
+    assert model.config._attn_implementation == implementation
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_the_step_of_the_engine_is_the_models_own(family: str) -> None:
+    model, ids = converted(family, window=5), tokens(2, 21)
+    with torch.no_grad():
+        expected = model(ids).logits[:, -1]
+        cache = model(ids[:, :20], use_cache=True).past_key_values
+        found = profiling._engine_step(profiling.make_stepper(model, 2), cache, ids[:, 20:])()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_step_makes_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks: list[Any] = []
+    attention = profiling.sdpa_attention_forward
+
+    def noted(module: Any, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> Any:
+        masks.append(mask)
+        return attention(module, q, k, v, mask, **options)
+
+    monkeypatch.setitem(profiling.AttentionInterface._global_mapping, profiling.UNMASKED, noted)
+    monkeypatch.setattr("transformers.utils.import_utils.is_cuda_stream_capturing", lambda: True)
+    cost({"base": pretrained("llama")}, (10,))
+    assert masks == [None] * 2 * 3  # two layers; the token for warming up, two timed ones
+
+
+def test_the_peak_is_what_is_kept_and_what_a_token_needs() -> None:
+    models = {"base": pretrained("llama"), "decay": converted("llama", window=5)}
+    for entry in cost(models, (10, 200))["models"]:
+        needs = [point["peak_bytes"] - point["bytes"] for point in entry["points"]]
+        # a cache that grows by copying would need as much again as it keeps
+        assert 0 < needs[0] <= needs[1] < 2 * needs[0] and entry["how"] == "eager"
+
+
+def test_texts_side_by_side() -> None:
+    models = {"base": pretrained("llama"), "decay": converted("llama")}
+    one, three = (cost(models, (10,), batch=batch) for batch in (1, 3))
+    assert three["batch"] == 3
+    for name in models:
+        [alone], [together] = points_of(one, name), points_of(three, name)
+        assert together["bytes"] == 3 * alone["bytes"]
+
+
+def test_the_text_is_random(monkeypatch: pytest.MonkeyPatch) -> None:
+    base, read = pretrained("llama"), []
+    base.register_forward_pre_hook(lambda _, args: read.append(args[0]))
+    cost({"base": base}, (40,))
+    assert len(read[0].unique()) > 10
+
+
+def test_a_length_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = profiling._cache_after
+
+    def full(model: Any, length: int, batch: int) -> Any:
+        if length > 10 and model is base:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nSee")
+        return read(model, length, batch)
+
+    base = pretrained("llama")
+    monkeypatch.setattr(profiling, "_cache_after", full)
+    result = cost({"base": base, "decay": converted("llama")}, (10, 20))
+    assert [p["length"] for p in points_of(result, "base")] == [10]
+    assert result["models"][0]["left_out"] == [
+        {"length": 20, "reason": "out of memory: CUDA out of memory. Tried to allocate 9 GiB."}
+    ]
+    assert [p["length"] for p in points_of(result, "decay")] == [10, 20]
+
+
 def test_training_mode_comes_back() -> None:
     base, decay = pretrained("gpt2").train(), converted("gpt2")
     cost({"base": base, "decay": decay}, (4,))
@@ -95,6 +176,7 @@ def test_lengths_past_a_position_table_are_left_out_or_stretched(family: str) ->
     models = {"base": pretrained(family), "decay": converted(family), "clamp": converted(family, positions="clamp")}
     result = cost(models, (90, 120))  # the tables have 96 rows
     assert [[p["length"] for p in points_of(result, name)] for name in models] == [[90], [90], [90, 120]]
+    assert result["models"][0]["left_out"] == [{"length": 120, "reason": "the position table ends at 96"}]
     result = cost(models, (90, 250), stretch_positions=True)
     assert [[p["length"] for p in points_of(result, name)] for name in models] == [[90, 250]] * 3
     assert [entry.get("positions") for entry in result["models"]] == [STRETCHED, STRETCHED, None]
@@ -119,7 +201,7 @@ def test_a_stretched_model_is_the_model_within_its_table(family: str) -> None:
 
 def test_what_cannot_be_measured_is_refused() -> None:
     base = pretrained("gpt2")
-    with pytest.raises(ConfigError, match=r"base has fewer learned positions than the 203 .* stretch_positions=True"):
+    with pytest.raises(ConfigError, match=r"base has fewer learned positions than the 201 .* stretch_positions=True"):
         cost({"base": base}, (200, 300))
     with pytest.raises(ConfigError, match="found none"):
         cost({}, (10,))
@@ -128,6 +210,8 @@ def test_what_cannot_be_measured_is_refused() -> None:
             cost({"base": base}, lengths)
     with pytest.raises(ConfigError, match="timed_tokens must be at least 1, found 0"):
         decode_cost({"base": base}, (4,), timed_tokens=0)
+    with pytest.raises(ConfigError, match="batch must be at least 1, found 0"):
+        cost({"base": base}, (4,), batch=0)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from fastweights.report.results import perplexity_text
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "docs/generation.md"]
-LINKED = ["settings", "experiments", "training", "evaluation", "report"]
+LINKED = ["settings", "experiments", "training", "evaluation", "report", "profile"]
 
 
 def _blocks(page: str, language: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fastweights.families.base import AttentionWeights, Family
+from fastweights.families.base import AttentionWeights, Family, Parts
 from fastweights.layer import AttentionShape
 
 
@@ -27,6 +27,24 @@ def weights(attention: Any, shape: AttentionShape) -> AttentionWeights:
     return AttentionWeights(q, k, v, out.weight.detach().T, q_bias, k_bias, v_bias, out.bias.detach())
 
 
+PARTS = Parts(
+    norm="ln_1",
+    mlp_norm="ln_2",
+    up=("mlp.c_fc",),
+    down="mlp.c_proj",
+    embedding="transformer.wte",
+    final_norm="transformer.ln_f",
+    positions="transformer.wpe",
+    activation="activation_function",
+    holds=lambda config: not config.add_cross_attention,
+)
 GPT2 = Family(
-    "gpt2", "GPT2LMHeadModel", "transformer.h", "attn", shape, weights, learned_positions="max_position_embeddings"
+    "gpt2",
+    "GPT2LMHeadModel",
+    "transformer.h",
+    "attn",
+    shape,
+    weights,
+    PARTS,
+    learned_positions="max_position_embeddings",
 )

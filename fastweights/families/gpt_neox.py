@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fastweights.families.base import AttentionWeights, Family, by_head
+from fastweights.families.base import AttentionWeights, Family, Parts, by_head
 from fastweights.layer import AttentionShape
 
 
@@ -28,4 +28,13 @@ def weights(attention: Any, shape: AttentionShape) -> AttentionWeights:
     return AttentionWeights(q, k, v, out.weight.detach(), q_bias, k_bias, v_bias, o_bias)
 
 
-GPT_NEOX = Family("gpt_neox", "GPTNeoXForCausalLM", "gpt_neox.layers", "attention", shape, weights)
+PARTS = Parts(
+    norm="input_layernorm",
+    mlp_norm="post_attention_layernorm",
+    up=("mlp.dense_h_to_4h",),
+    down="mlp.dense_4h_to_h",
+    embedding="gpt_neox.embed_in",
+    final_norm="gpt_neox.final_layer_norm",
+    rotary="gpt_neox.rotary_emb",
+)
+GPT_NEOX = Family("gpt_neox", "GPTNeoXForCausalLM", "gpt_neox.layers", "attention", shape, weights, PARTS)

@@ -3,11 +3,12 @@ Qwen 3 and Gemma 3 norm queries and keys; Gemma's norm weights are stored less 1
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from fastweights.families.base import AttentionWeights, Family, by_head
+from fastweights.families.base import AttentionWeights, Family, Parts, by_head, stored_less_one
 from fastweights.layer import AttentionShape
 
 
@@ -57,17 +58,35 @@ def weights(attention: Any, shape: AttentionShape) -> AttentionWeights:
 def _norm_weight(norm: Any) -> Tensor | None:
     if norm is None:
         return None
-    stored_less_one = type(norm).__name__.startswith("Gemma")
-    return norm.weight.detach() + 1 if stored_less_one else norm.weight.detach()
+    return norm.weight.detach() + 1 if stored_less_one(norm) else norm.weight.detach()
 
 
-def _like_llama(name: str, model_class: str) -> Family:
-    return Family(name, model_class, "model.layers", "self_attn", shape, weights)
+PARTS = Parts(
+    norm="input_layernorm",
+    mlp_norm="post_attention_layernorm",
+    up=("mlp.gate_proj", "mlp.up_proj"),
+    down="mlp.down_proj",
+    embedding="model.embed_tokens",
+    final_norm="model.norm",
+    rotary="model.rotary_emb",
+)
+GEMMA_PARTS = replace(
+    PARTS,
+    mlp_norm="pre_feedforward_layernorm",
+    attention_out_norm="post_attention_layernorm",
+    mlp_out_norm="post_feedforward_layernorm",
+    activation="hidden_activation",
+    scales_embedding=True,
+)
+
+
+def _like_llama(name: str, model_class: str, parts: Parts = PARTS) -> Family:
+    return Family(name, model_class, "model.layers", "self_attn", shape, weights, parts)
 
 
 LLAMA = _like_llama("llama", "LlamaForCausalLM")
 MISTRAL = _like_llama("mistral", "MistralForCausalLM")
 QWEN2 = _like_llama("qwen2", "Qwen2ForCausalLM")
 QWEN3 = _like_llama("qwen3", "Qwen3ForCausalLM")
-GEMMA2 = _like_llama("gemma2", "Gemma2ForCausalLM")
-GEMMA3 = _like_llama("gemma3_text", "Gemma3ForCausalLM")
+GEMMA2 = _like_llama("gemma2", "Gemma2ForCausalLM", GEMMA_PARTS)
+GEMMA3 = _like_llama("gemma3_text", "Gemma3ForCausalLM", GEMMA_PARTS)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fastweights.families.base import AttentionWeights, Family, by_head
+from fastweights.families.base import AttentionWeights, Family, Parts, by_head
 from fastweights.layer import AttentionShape
 
 
@@ -27,6 +27,23 @@ def weights(attention: Any, shape: AttentionShape) -> AttentionWeights:
     return AttentionWeights(q, k, v, out.weight.detach(), q_bias, k_bias, v_bias, o_bias)
 
 
+def _norms_first(config: Any) -> bool:
+    """Not so in OPT-350M, which also has narrower embeddings."""
+    same_width = config.word_embed_proj_dim == config.hidden_size
+    return config.do_layer_norm_before and not config._remove_final_layer_norm and same_width
+
+
+PARTS = Parts(
+    norm="self_attn_layer_norm",
+    mlp_norm="final_layer_norm",
+    up=("fc1",),
+    down="fc2",
+    embedding="model.decoder.embed_tokens",
+    final_norm="model.decoder.final_layer_norm",
+    positions="model.decoder.embed_positions",
+    activation="activation_function",
+    holds=_norms_first,
+)
 OPT = Family(
     "opt",
     "OPTForCausalLM",
@@ -34,6 +51,7 @@ OPT = Family(
     "self_attn",
     shape,
     weights,
+    PARTS,
     learned_positions="max_position_embeddings",
     masks_documents=False,
 )

@@ -2,11 +2,13 @@
 
 Either can be made from any of them; what was not measured is left out. A run that diverged is marked with *.
 Files, each importing only from those before it: results (reading; numbers in words), page (structure; Markdown, HTML),
-plots (SVG), parts (what tables and plots share), quality, cost, training (contents), build (the page), card.
+plots (pictures), parts (what tables and plots share), quality, cost, training (contents), build (the page), figure,
+card.
 """
 
 from fastweights.report.build import compare_curves, make_report, tables_of
 from fastweights.report.card import model_card, write_model_card
+from fastweights.report.figure import cost_figure
 from fastweights.report.plots import check_matplotlib
 from fastweights.report.results import ReportError
 
@@ -14,6 +16,7 @@ __all__ = [
     "ReportError",
     "check_matplotlib",
     "compare_curves",
+    "cost_figure",
     "make_report",
     "model_card",
     "tables_of",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fastweights.provenance import write_text
-from fastweights.report.cost import cost_plots, cost_tables, winnings
+from fastweights.report.cost import cost_parts, cost_plots, cost_tables, winnings
 from fastweights.report.page import Bullets, Page, Section, Table, to_html, to_markdown
 from fastweights.report.plots import draw
 from fastweights.report.quality import (
@@ -71,7 +71,7 @@ def compare_curves(
 
 def sections_of(results: Sequence[Result]) -> list[Section]:
     models, runs = models_in(results), runs_in(results)
-    costs = [result for result in results if result.kind == "cost"]
+    costs = [part for result in results if result.kind == "cost" for part in cost_parts(result)]
     lost = [*losses(models), *outcomes(runs)] or [LOST_UNKNOWN]
     won = winnings(models, costs) or [WON_UNKNOWN]
     cost_suffixes = ["", *(f"_{i}" for i in range(2, len(costs) + 1))]
@@ -99,7 +99,7 @@ def tables_of(body: dict[str, Any]) -> list[Table]:
     result = Result("", body)
     models = models_in([result])
     quality = [*model_tables(models), *position_tables(models), *recall_tables(models), *task_tables(models)]
-    return cost_tables(result) if result.kind == "cost" else quality
+    return [table for part in cost_parts(result) for table in cost_tables(part)] if result.kind == "cost" else quality
 
 
 def provenance_table(results: Sequence[Result]) -> Table:
@@ -122,7 +122,7 @@ def _flat(value: Any) -> str:
     return MISSING if value is None else str(value)
 
 
-def write_page(path: Path, text: str) -> None:
+def write_page(path: Path, text: str | bytes) -> None:
     try:
         write_text(path, text)
     except OSError as error:

@@ -40,7 +40,28 @@ MEASURES = {
     "bytes": Measure(
         "Memory kept of the text", "memory", bytes_text, "what is kept of the text is", "smaller", "larger"
     ),
+    "peak_bytes": Measure("Peak memory of one token", "peak", bytes_text, "one more token needs", "less", "more"),
 }
+
+
+def cost_parts(result: Result) -> list[Result]:
+    """What was measured of one layer, and of whole models; a result may hold either or both."""
+    layer = result.body.get("layer")
+    whole_models = {name: value for name, value in result.body.items() if name != "layer"}
+    if not isinstance(layer, dict):
+        return [result]
+    return [Result(result.file, {"hardware": result.body.get("hardware"), **layer}), Result(result.file, whole_models)]
+
+
+def is_layer(cost: Result) -> bool:
+    return cost.body.get("level") == "layer"
+
+
+def _measures(cost: Result) -> dict[str, Measure]:
+    """The paper shows the peak memory of a layer; of a model what it keeps is told, which does not depend on how it
+    is run."""
+    memory = "peak_bytes" if is_layer(cost) else "bytes"
+    return {name: MEASURES[name] for name in ("seconds", memory)}
 
 
 def winnings(models: Sequence[Entry], costs: Sequence[Result]) -> list[str]:
@@ -56,8 +77,8 @@ def winnings(models: Sequence[Entry], costs: Sequence[Result]) -> list[str]:
 
 
 def _cost_words(cost: Result, entry: dict[str, Any]) -> Iterator[str]:
-    base = _base(cost)
-    for key, measure in MEASURES.items():
+    base, name = _base(cost), f"one {entry.get('name')} layer" if is_layer(cost) else entry.get("name")
+    for key, measure in _measures(cost).items():
         here, there = _curve(entry, key), _curve(base, key)
         shared = sorted(here.keys() & there.keys())
         times = ratio(there[shared[-1]], here[shared[-1]]) if shared else None
@@ -65,7 +86,7 @@ def _cost_words(cost: Result, entry: dict[str, Any]) -> Iterator[str]:
             continue
         compared = f"{times_text(times)} {measure.less}" if times >= 1 else f"{times_text(1 / times)} {measure.more}"
         yield (
-            f"{entry.get('name')}: after {whole(shared[-1])} tokens {measure.words} {measure.text(here[shared[-1]])}, "
+            f"{name}: after {whole(shared[-1])} tokens {measure.words} {measure.text(here[shared[-1]])}, "
             f"{compared} than with {base.get('name')} ({measure.text(there[shared[-1]])}); "
             f"{_from_where(measure.less, _cheaper_from(cost, entry, key), shared[0])}."
         )
@@ -79,32 +100,55 @@ def _from_where(less: str, start: float | None, shortest: float) -> str:
 
 def cost_plots(cost: Result, suffix: str) -> list[Block]:
     plots: list[Block] = []
-    for key, measure in MEASURES.items():
-        plots += plot(key + suffix, _panel(cost, key, measure), [cost])
+    for key in _measures(cost):
+        plots += plot(key + suffix, cost_panel(cost, key, ", one layer" if is_layer(cost) else ""), [cost])
     return plots
 
 
 def cost_tables(cost: Result) -> list[Table]:
     entries = objects(cost.body, "models")
-    header = ["tokens", *(f"{entry.get('name')}: {m.column}" for entry in entries for m in MEASURES.values())]
-    curves = [(_curve(entry, key), measure) for entry in entries for key, measure in MEASURES.items()]
+    measures = _measures(cost)
+    header = ["tokens", *(f"{entry.get('name')}: {m.column}" for entry in entries for m in measures.values())]
+    curves = [(_curve(entry, key), measure) for entry in entries for key, measure in measures.items()]
     lengths = sorted({length for curve, _ in curves for length in curve})
     rows = [[whole(length), *(measure.text(curve.get(length)) for curve, measure in curves)] for length in lengths]
     stretched = [str(entry.get("name")) for entry in entries if entry.get("positions")]
     note = f" The position table of {', '.join(stretched)} was repeated for timing." if stretched else ""
-    return table(header, rows, [cost], names=0, note=note)
+    return table(header, rows, [cost], names=0, note=note + _left_out(entries))
 
 
-def _panel(cost: Result, key: str, measure: Measure) -> Panel:
-    entries, base = objects(cost.body, "models"), _base(cost)
+def _left_out(entries: Sequence[dict[str, Any]]) -> str:
+    """Which lengths are missing, and why."""
+    missing = [
+        f" {entry.get('name')} has no point at {whole(item.get('length'))} tokens: {item.get('reason')}."
+        for entry in entries
+        for item in objects(entry, "left_out")
+    ]
+    return "".join(missing)
+
+
+def conditions_text(cost: Result) -> str:
+    """Under which the numbers were measured, as a title."""
+    body = cost.body
+    named = [f"{name} {body[name]}" for name in ("batch", "heads") if name in body]
+    named += [f"d = m = {body['d']}"] if "d" in body and body["d"] == body.get("m") else []
+    named += [f"{name} = {body[name]}" for name in ("d", "m") if name in body and body.get("d") != body.get("m")]
+    hardware = value_at(body, "hardware", "gpu" if body.get("device") == "cuda" else "cpu")
+    where = [str(value) for value in (body.get("dtype"), hardware) if value]
+    return ", ".join(["one layer" if is_layer(cost) else "whole models", *named, *where])
+
+
+def cost_panel(cost: Result, key: str, subject: str = "") -> Panel:
+    entries, base, measure = objects(cost.body, "models"), _base(cost), MEASURES[key]
     lines = [
         Line(str(entry.get("name")), sorted(_curve(entry, key).items()), colour_of(entry, entries, base))
         for entry in entries
     ]
-    crossings = [point for entry in _others(cost) if (point := _crossing(cost, entry, key))]
-    cheaper = f": less from {whole(crossings[0][0])} tokens" if len(crossings) == 1 else ""
+    others = _others(cost)
+    crossings = [point for entry in others if (point := _crossing(cost, entry, key))]
+    cheaper = f": less from {whole(crossings[0][0])} tokens" if len(crossings) == len(others) == 1 else ""
     return Panel(
-        measure.title + cheaper,
+        measure.title + subject + cheaper,
         "text before it (tokens)",
         "",
         lines,

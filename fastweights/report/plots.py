@@ -1,4 +1,4 @@
-"""Panels of lines as SVG text: the same bytes for the same numbers, light or dark as the reader's screen is."""
+"""Panels of lines as pictures: the same bytes for the same numbers, light or dark as the reader's screen is."""
 
 from __future__ import annotations
 
@@ -40,6 +40,8 @@ STYLE = {
 }
 MOST_POINTS = 250
 LONGEST_LABEL = 44
+# Of a name beside the axes of draw_rows, as a share of the axes' height.
+NAME_HEIGHT = 0.07
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,32 @@ def figure(panel: Panel) -> Any:
     columns = 2 if max(map(len, labels), default=0) <= LONGEST_LABEL // 2 else 1
     legend_height = 0.24 * -(-len(labels) // columns)
     drawn = Figure(figsize=(5.8, 3.7 + legend_height), layout="constrained")
-    axes = drawn.add_subplot()
+    _fill(drawn.add_subplot(), panel)
+    if labels:
+        drawn.legend(loc="outside lower center", ncols=columns, fontsize=10, handlelength=2.4)
+    return drawn
+
+
+def draw_rows(rows: Sequence[tuple[str, Sequence[Panel]]]) -> tuple[str, bytes]:
+    """Rows of panels side by side, each row with a title, each line with its name at its end: SVG and PNG."""
+    matplotlib = check_matplotlib()
+    from matplotlib.figure import Figure
+
+    svg, png = io.StringIO(), io.BytesIO()
+    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from")
+        drawn = Figure(figsize=(11, 4.2 * len(rows)), layout="constrained")
+        for part, (title, panels) in zip(drawn.subfigures(len(rows), squeeze=False)[:, 0], rows, strict=True):
+            part.suptitle(title, fontsize=12)
+            for axes, panel in zip(part.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+                _fill(axes, panel)
+                _name_lines(axes, panel)
+        drawn.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
+        drawn.savefig(png, format="png", metadata={"Software": None}, dpi=150)
+    return _for_dark_screens(svg.getvalue()), png.getvalue()
+
+
+def _fill(axes: Any, panel: Panel) -> None:
     for line in panel.lines:
         _draw_line(axes, line, panel.shown(line))
     for i, (y, name) in enumerate(panel.levels):
@@ -110,9 +137,17 @@ def figure(panel: Panel) -> Any:
         axes.plot([x], [y], "o", markersize=11, markerfacecolor="none", markeredgecolor=INK, markeredgewidth=1.4)
     _set_axes(axes, panel)
     _draw_borders(axes, panel)
-    if labels:
-        drawn.legend(loc="outside lower center", ncols=columns, fontsize=10, handlelength=2.4)
-    return drawn
+
+
+def _name_lines(axes: Any, panel: Panel) -> None:
+    """Names right of the axes, each at the height where its line ends, or as near to it as others leave room."""
+    axes.autoscale_view()
+    to_axes = axes.transScale + axes.transLimits
+    ends = [(to_axes.transform(panel.shown(line)[-1])[1], line) for line in panel.lines if panel.shown(line)]
+    taken = float("-inf")
+    for height, line in sorted(ends, key=lambda end: end[0]):
+        taken = max(height, taken + NAME_HEIGHT)
+        axes.text(1.01, taken, _label(line.label), color=_colour(line), transform=axes.transAxes, va="center")
 
 
 def check_matplotlib() -> Any:
@@ -141,9 +176,12 @@ def _label(name: str) -> str:
     return f" {name}" if name.startswith("_") else name
 
 
+def _colour(line: Line) -> str:
+    return GREY if line.colour is None else COLOURS[line.colour % len(COLOURS)]
+
+
 def _draw_line(axes: Any, line: Line, points: list[Point]) -> None:
-    index = line.colour or 0
-    colour = GREY if line.colour is None else COLOURS[index % len(COLOURS)]
+    index, colour = line.colour or 0, _colour(line)
     marker = "o" if line.colour is None else MARKERS[index % len(MARKERS)]
     few = len(points) <= 24
     axes.plot(

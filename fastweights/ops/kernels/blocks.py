@@ -12,7 +12,8 @@ import torch
 TILE = 16
 SEGMENT_TILE = 32
 SCAN_BLOCK = 512
-# Wider states are cut into slices of this many rows, one program each.
+# Wider states are cut into slices of this many rows, one program each. Of the largest ones half as many: in float32
+# these would be compiled for a quarter of a minute.
 WIDEST_SLICE = 64
 
 
@@ -47,8 +48,8 @@ def key(family: str, bits: str, bm: int) -> str:
 
 
 def blocks_for(rule: str, m: int, d: int, dtype: torch.dtype) -> Blocks:
-    bm, bd = padded(m), min(WIDEST_SLICE, padded(d))
-    bits = "16" if dtype == torch.bfloat16 else "32"
+    bits, bm = "16" if dtype == torch.bfloat16 else "32", padded(m)
+    bd = min(WIDEST_SLICE // (2 if bits == "32" and bm == 128 else 1), padded(d))
     choice = RECORD[key("delta" if rule == "delta" else "tiled", bits, bm)]
     return Blocks(bm, bd, *(Launch(*choice[kernel]) for kernel in ("forward", "backward", "segments")))
 

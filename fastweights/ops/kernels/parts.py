@@ -19,7 +19,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 SMALL = tl.constexpr(1 / 64)
 PAD = tl.constexpr(1)
 RESET = tl.constexpr(2)
-# Triton's interpreter multiplies bfloat16 numbers as if their bits were integers.
+# Triton's interpreter multiplies bfloat16 numbers as if their bits were integers, and cuts off where a GPU rounds.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -92,19 +92,20 @@ def below(TILE: tl.constexpr, AT_LEAST: tl.constexpr):
 
 
 @triton.jit
-def product(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    a, b = a.to(OPERAND), b.to(OPERAND)
-    if INTERPRETED:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, input_precision=PRECISION)
-
-
-@triton.jit
 def rounded(x, OPERAND: tl.constexpr):
     """x as a product will see it, still float32. On the bits, since converting to bfloat16 and back is slow."""
     if OPERAND == tl.bfloat16:  # noqa: SIM300
         x = ((x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True)
     return x
+
+
+@triton.jit
+def product(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    if INTERPRETED:
+        a, b = rounded(a.to(tl.float32), OPERAND), rounded(b.to(tl.float32), OPERAND)
+    else:
+        a, b = a.to(OPERAND), b.to(OPERAND)
+    return tl.dot(a, b, input_precision=PRECISION)
 
 
 @triton.jit

@@ -1,0 +1,150 @@
+"""One token of a rule, with the state written in place: static addresses and no host in between, for CUDA graphs.
+
+Shapes: state [B,S,d,m] float32, contiguous   q [B,G*S,m]   k [B,S,m]   v [B,S,d]   gate logits [B,S,m], [B,S,d], [B,S]
+        -> y [B,G*S,d].   normalize=True: the state's last row is the normaliser, [B,S,d+1,m].
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastweights.rules.base import MIN_GATE_LOGIT
+from fastweights.rules.normalizer import divide
+
+# Kernels run for these; anything else is a matter for torch.
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MULTIPROCESSORS = 132
+
+
+class Rotary(NamedTuple):
+    """Angles of this step, cos and sin [B,R] float32, and which of them each state's heads are turned by, [S,P]."""
+
+    cos: Tensor
+    sin: Tensor
+    planes: Tensor
+
+
+def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the Triton kernels can be used here."""
+    return device.type == "cuda" and dtype in KERNEL_DTYPES and importlib.util.find_spec("triton") is not None
+
+
+def step(
+    rule: str,
+    state: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate_logits: Sequence[Tensor],
+    normalize: bool = False,
+) -> Tensor:
+    """y after the state has taken in k and v; the state is changed in place."""
+    if has_kernels(v.device, v.dtype):
+        y = v.new_empty(v.shape[0], q.shape[1], v.shape[2])
+        step_kernel(rule, state, q, k, v, gate_logits, y, normalize)
+        return y
+    return step_torch(rule, state, q, k, v, gate_logits, normalize)
+
+
+def step_torch(
+    rule: str,
+    state: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate_logits: Sequence[Tensor],
+    normalize: bool = False,
+) -> Tensor:
+    dtype, (batch, states, _, m) = v.dtype, state.shape
+    if dtype != state.dtype or q.dtype != dtype:
+        q, k, v, *gate_logits = (x.to(state.dtype) for x in (q, k, v, *gate_logits))
+    values, total = (state[..., :-1, :], state[..., -1, :]) if normalize else (state, None)
+    if rule == "decay":
+        f, z = (logit.clamp(min=MIN_GATE_LOGIT).sigmoid_() for logit in gate_logits)
+        values.mul_(f.unsqueeze(-2)).mul_(z.unsqueeze(-1))
+    elif rule == "gated":
+        logit = gate_logits[0].clamp(min=MIN_GATE_LOGIT).unsqueeze(-1)
+        state.mul_(logit.sigmoid().unsqueeze(-1))
+        k = k * (-logit).sigmoid()
+    elif rule == "delta":
+        if total is not None:
+            total.add_(k)
+        v = gate_logits[0].sigmoid().unsqueeze(-1) * (v - (values @ k.unsqueeze(-1)).squeeze(-1))
+    values.addcmul_(v.unsqueeze(-1), k.unsqueeze(-2))
+    if total is not None and rule != "delta":
+        total.add_(k)
+    y = torch.bmm(q.reshape(batch * states, -1, m), state.flatten(0, 1).mT).view(batch, q.shape[1], -1)
+    return (divide(y[..., :-1], y[..., -1:]) if normalize else y).to(dtype)
+
+
+def step_kernel(
+    rule: str,
+    state: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate_logits: Sequence[Tensor],
+    y: Tensor,
+    normalize: bool = False,
+    rotary: Rotary | None = None,
+    key_scale: Tensor | None = None,
+    overlap: bool = False,
+) -> None:
+    """The same into y, by one kernel, with queries and keys turned and keys scaled on the way."""
+    from triton import cdiv, next_power_of_2
+
+    from fastweights.ops.decode_kernels import step_kernel as kernel
+
+    q, k, v, *gate_logits = (x if x[0].is_contiguous() else x.contiguous() for x in (q, k, v, *gate_logits))
+    (batch, states, d), m = v.shape, k.shape[-1]
+    crowded = batch * states * cdiv(d, 64) >= 2 * MULTIPROCESSORS
+    block_m, block_d = next_power_of_2(m), min(next_power_of_2(d), 64 if crowded or normalize else 16)
+    slices = cdiv(d, block_d)
+    gate, gate2 = (*gate_logits, v, v)[:2]
+    cos, sin, planes = rotary or (state, state, state)
+    kernel[(batch * states, 1 if normalize else slices)](
+        state,
+        q,
+        k,
+        v,
+        gate,
+        gate2,
+        cos,
+        sin,
+        planes,
+        state if key_scale is None else key_scale,
+        y,
+        *(x.stride(0) for x in (q, k, v, gate, gate2, cos)),
+        STATES=states,
+        GROUP=q.shape[1] // states,
+        D=d,
+        M=m,
+        PLANES=0 if rotary is None else planes.shape[1],
+        RULE=rule,
+        NORMALIZE=normalize,
+        SCALED=key_scale is not None,
+        BLOCK_D=block_d,
+        BLOCK_M=block_m,
+        SLICES=slices if normalize else 1,
+        OVERLAP=overlap,
+        num_warps=max(1, min(8, block_d * block_m // 512)),
+        **launch_options(overlap),
+    )
+
+
+def launch_options(overlap: bool) -> dict[str, bool]:
+    return {"launch_pdl": True} if overlap else {}
+
+
+def can_overlap(device: torch.device) -> bool:
+    """Kernels that start before the one before them has ended are there from Hopper on."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 9:
+        return False
+    import triton.language as tl
+
+    return hasattr(tl.extra.cuda, "gdc_wait") and hasattr(tl.extra.cuda, "gdc_launch_dependents")

@@ -1,0 +1,29 @@
+"""The figure of a cost measurement, as the paper's Figure 1: time and peak memory of one token against the text."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from fastweights.report.build import write_page
+from fastweights.report.cost import conditions_text, cost_panel, cost_parts
+from fastweights.report.plots import draw_rows
+from fastweights.report.results import ReportError, Result
+
+
+def cost_figure(result: Result, target: str | os.PathLike) -> list[Path]:
+    """Draw a result of `fastweights profile` into two files of one name, .png and .svg."""
+    rows = []
+    for part in cost_parts(result):
+        panels = [cost_panel(part, key) for key in ("seconds", "peak_bytes")]
+        if any(panel.is_empty for panel in panels):
+            panels = [cost_panel(part, key) for key in ("seconds", "bytes")]
+        if not any(panel.is_empty for panel in panels):
+            rows.append((conditions_text(part), panels))
+    if not rows:
+        raise ReportError(f"nothing to draw: {result.file} has no point of any length")
+    svg, png = draw_rows(rows)
+    files: dict[Path, str | bytes] = {Path(target).with_suffix(".png"): png, Path(target).with_suffix(".svg"): svg}
+    for path, content in files.items():
+        write_page(path, content)
+    return list(files)

@@ -1,0 +1,404 @@
+"""One token for every slot of a batch without the model's modules: weights packed once, static buffers, few calls.
+
+Shapes: tokens, positions [B]   hidden [B,D]   packed [B,P] = q | k | v | gates | window's q | k | v   logits [B,V]
+        state [B,S,d,m]   keys and values of a window, rings of w tokens [B*w,Hkv*d], token t of row b at b*w + t % w
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from fastweights.cache import FastWeightsCache
+from fastweights.families import Family
+from fastweights.families.base import Parts, stored_less_one
+from fastweights.layer import FastWeightsAttention, LocalAttention, Projections, RecurrentAttention, rotate
+from fastweights.local import Past
+from fastweights.ops.linear import Linear, Norm
+from fastweights.ops.step import Rotary, can_overlap, has_kernels, step_kernel, step_torch
+from fastweights.rules import RULES
+from fastweights.rules.feature_maps import Identity, sum_normalize
+
+ACTIVATION_NAMES = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "relu": "relu",
+}
+
+
+class Unusual(Exception):
+    """A model that is not built of the parts its family is known by."""
+
+
+def make_stepper(model: Any, batch: int, kernels: bool | None = None) -> Stepper | ModelStepper:
+    """The lean stepper where the model can be described, the model's own forward for any other."""
+    try:
+        return Stepper(model, batch, kernels)
+    except Unusual:
+        return ModelStepper(model, batch)
+
+
+class ModelStepper:
+    """The same by the model's own forward: right for everything, and slower."""
+
+    static = False
+
+    def __init__(self, model: Any, batch: int) -> None:
+        self.model, self.cache = model, FastWeightsCache(model.config)
+        self.tokens = torch.zeros(batch, dtype=torch.long, device=model.device)
+        self.positions = torch.zeros_like(self.tokens)
+        self.step()
+        self.positions.zero_()
+
+    def step(self) -> Tensor:
+        positions = self.positions[:, None]
+        limit = self.model.family.learned_positions
+        if limit:  # a slot that is free counts on
+            positions = positions.clamp(max=getattr(self.model.config, limit) - 1)
+        out = self.model(self.tokens[:, None], past_key_values=self.cache, position_ids=positions)
+        self.positions += 1
+        return out.logits[:, -1]
+
+    def fill(self, slot: int, cache: FastWeightsCache) -> None:
+        for own, other in zip(self.cache.layers, cache.layers, strict=True):
+            for name, held in own.tensors.items():
+                held[slot].copy_(other.tensors[name][0])
+        assert cache.lengths is not None
+        self.positions[slot : slot + 1].copy_(cache.lengths)
+
+
+class Stepper:
+    """`kernels`: Triton's; by default where they can be used. Every address is the same at every step."""
+
+    static = True
+
+    def __init__(self, model: Any, batch: int, kernels: bool | None = None) -> None:
+        family: Family = model.family
+        parts, config = family.parts, model.config
+        devices, dtypes = {p.device for p in model.parameters()}, {p.dtype for p in model.parameters()}
+        if parts is None or not parts.holds(config) or len(devices) > 1 or len(dtypes) > 1:
+            raise Unusual
+        self.device, self.dtype = model.device, model.dtype
+        self.kernels = has_kernels(self.device, self.dtype) if kernels is None else kernels
+        self.overlap = self.kernels and can_overlap(self.device)
+        self.tokens = torch.zeros(batch, dtype=torch.long, device=self.device)
+        self.positions = torch.zeros_like(self.tokens)
+        self.hidden = torch.zeros(batch, config.hidden_size, dtype=self.dtype, device=self.device)
+        self._read_ends(model, parts)
+        self.rotary_kinds = _rotary_kinds(model, parts)
+        self.angles = {kind: _Angles(model, parts, kind, batch) for kind in set(self.rotary_kinds)}
+        self.windows: dict[int, _Window] = {}
+        self.blocks = [_Block(self, family, block, config, i) for i, block in enumerate(family.blocks(model))]
+
+    def _read_ends(self, model: Any, parts: Parts) -> None:
+        config, head = model.config, model.get_output_embeddings()
+        self.embedding: Tensor = model.get_submodule(parts.embedding).weight.detach()
+        self.embedding_scale = None
+        if parts.scales_embedding:
+            self.embedding_scale = torch.tensor(config.hidden_size**0.5, dtype=self.dtype).item()
+        self.position_table: Tensor | None = None
+        if parts.positions is not None:
+            table = model.get_submodule(parts.positions)
+            self.position_table = table.weight.detach()[getattr(table, "offset", 0) :]
+        weight, bias = _weight(head)
+        norm = _norm(model.get_submodule(parts.final_norm))
+        self.head = self.linear(weight, bias, norm)
+        dtype = torch.float32 if self.kernels else self.dtype
+        self.logits = torch.zeros(len(self.tokens), weight.shape[0], dtype=dtype, device=self.device)
+        self.softcap = getattr(config, "final_logit_softcapping", None)
+
+    def linear(self, weight: Tensor, bias: Tensor | None, norm: Norm | None = None, **options: Any) -> Linear:
+        return Linear(weight, bias, norm, kernel=self.kernels, overlap=self.overlap, **options)
+
+    def window(self, width: int) -> _Window:
+        return self.windows.setdefault(width, _Window(width, self.positions))
+
+    @torch.inference_mode()
+    def step(self) -> Tensor:
+        """Take in the tokens; logits [B,V] of the next ones, in the buffer they are always in."""
+        hidden = torch.index_select(self.embedding, 0, self.tokens, out=self.hidden)
+        if self.embedding_scale is not None:
+            hidden.mul_(self.embedding_scale)
+        if self.position_table is not None:  # beyond the table: a clamped model, or a slot that is free and counts on
+            rows = self.positions.clamp(max=len(self.position_table) - 1)
+            hidden.add_(self.position_table.index_select(0, rows))
+        for angles in self.angles.values():
+            angles.turn(self.positions)
+        for window in self.windows.values():
+            window.move(self.positions)
+        for block in self.blocks:
+            block.step(hidden)
+        self.head(hidden, self.logits)
+        if self.softcap is not None:
+            self.logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        self.positions.add_(1)
+        return self.logits
+
+    @torch.no_grad()
+    def fill(self, slot: int, cache: FastWeightsCache) -> None:
+        """Overwrite a slot with the state of one text."""
+        assert cache.lengths is not None
+        for block, layer in zip(self.blocks, cache.layers, strict=True):
+            for part in (block.rule, block.window):
+                if part is not None:
+                    part.fill(slot, layer, cache.lengths)
+        self.positions[slot : slot + 1].copy_(cache.lengths)
+
+
+class _Angles:
+    """cos and sin [B,R] of this step's positions, float32."""
+
+    def __init__(self, model: Any, parts: Parts, kind: str, batch: int) -> None:
+        rotary = model.get_submodule(str(parts.rotary))
+        prefix = f"{kind}_" if kind else ""
+        rope_type = rotary.rope_type[kind] if kind else rotary.rope_type
+        if "dynamic" in rope_type or rope_type == "longrope":  # frequencies that depend on the length
+            raise Unusual
+        self.frequencies: Tensor = getattr(rotary, f"{prefix}inv_freq").float().to(model.device)
+        self.scaling: float = getattr(rotary, f"{prefix}attention_scaling")
+        self.angle, self.cos, self.sin = (
+            torch.zeros(batch, len(self.frequencies), device=model.device) for _ in range(3)
+        )
+
+    def turn(self, positions: Tensor) -> None:
+        torch.mul(positions[:, None], self.frequencies, out=self.angle)
+        torch.cos(self.angle, out=self.cos)
+        torch.sin(self.angle, out=self.sin)
+        if self.scaling != 1:
+            self.cos.mul_(self.scaling)
+            self.sin.mul_(self.scaling)
+
+
+class _Window:
+    """Where in a ring of this width each slot's token goes, and which places hold none yet."""
+
+    def __init__(self, width: int, positions: Tensor) -> None:
+        self.width, batch, device = width, len(positions), positions.device
+        self.first = torch.arange(batch, device=device) * width
+        self.places = torch.arange(width, device=device)
+        self.row = torch.zeros_like(positions)
+        hidden = torch.zeros(batch, width, dtype=torch.bool, device=device)
+        self.hidden, self.for_heads = hidden, hidden[:, None, None]
+
+    def move(self, positions: Tensor) -> None:
+        torch.remainder(positions, self.width, out=self.row)
+        self.row.add_(self.first)
+        torch.gt(self.places, positions[:, None], out=self.hidden)
+
+
+class _Block:
+    def __init__(self, stepper: Stepper, family: Family, block: nn.Module, config: Any, index: int) -> None:
+        parts = family.parts
+        assert parts is not None
+        attention = family.attention_of(block)
+        if not isinstance(attention, FastWeightsAttention):
+            raise Unusual
+        activation = ACTIVATION_NAMES.get(getattr(config, parts.activation))
+        if activation is None:
+            raise Unusual
+        packed = _Packed(attention)
+        self.inner = stepper.linear(packed.weight, packed.bias, _norm(block.get_submodule(parts.norm)))
+        self.packed = stepper.hidden.new_zeros(len(stepper.hidden), len(packed.weight))
+        self.rule = None if attention.rule is None else _Rule(attention.rule, stepper, self.packed, index)
+        start = packed.rule_width
+        self.window = None
+        if attention.window is not None:
+            self.window = _WindowAttention(attention.window, stepper, self.packed, start, index)
+        self.share = None if attention.mix is None else attention.mix.logit.detach().sigmoid()[:, None]
+        self.outer = stepper.linear(*_weight(attention.o_proj))
+        up = [_weight(block.get_submodule(path)) for path in parts.up]
+        self.up = stepper.linear(
+            torch.cat([weight for weight, _ in up]),
+            None if up[0][1] is None else torch.cat([bias for _, bias in up if bias is not None]),
+            _norm(block.get_submodule(parts.mlp_norm)),
+            activation=activation,
+            gated=len(up) == 2,
+        )
+        self.middle = stepper.hidden.new_zeros(len(stepper.hidden), len(up[0][0]))
+        self.down = stepper.linear(*_weight(block.get_submodule(parts.down)))
+        self.out_norms = [
+            None if path is None else _norm(block.get_submodule(path))
+            for path in (parts.attention_out_norm, parts.mlp_out_norm)
+        ]
+        self.aside = torch.zeros_like(stepper.hidden)
+        self.parallel = bool(getattr(config, "use_parallel_residual", False))
+
+    def step(self, hidden: Tensor) -> None:
+        """hidden [B,D] in place."""
+        self.inner(hidden, self.packed)
+        if self.parallel:
+            middle = self.up(hidden, self.middle)
+        self._add(hidden, self.outer, self._attend().flatten(1), self.out_norms[0])
+        if not self.parallel:
+            middle = self.up(hidden, self.middle)
+        self._add(hidden, self.down, middle, self.out_norms[1])
+
+    def _attend(self) -> Tensor:
+        """y [B,H,d] of the rule, of the window, or of both."""
+        far = None if self.rule is None else self.rule.step()
+        near = None if self.window is None else self.window.step()
+        if far is not None and near is not None and self.share is not None:
+            return torch.lerp(far, near, self.share)
+        y = near if far is None else far
+        assert y is not None
+        return y
+
+    def _add(self, hidden: Tensor, linear: Linear, x: Tensor, norm: Norm | None) -> None:
+        if norm is None:
+            linear(x, hidden, add=True)
+        else:
+            hidden.add_(norm(linear(x, self.aside)))
+
+
+class _Packed:
+    """One weight for all that a layer's attention makes of its input."""
+
+    def __init__(self, attention: FastWeightsAttention) -> None:
+        linears: list[Any] = []
+        if attention.rule is not None:
+            linears += [*_linears(attention.rule.projections), *attention.rule.gates.values()]
+        self.rule_width = sum(linear.out_features for linear in linears)
+        if attention.window is not None:
+            linears += _linears(attention.window.projections)
+        pairs = [_weight(linear) for linear in linears]
+        self.weight = torch.cat([weight for weight, _ in pairs])
+        self.bias = None
+        if any(bias is not None for _, bias in pairs):
+            self.bias = torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in pairs])
+
+
+class _Heads:
+    """Queries, keys and values [B,heads,.] as views of the packed buffer."""
+
+    def __init__(self, projections: Projections, stepper: Stepper, packed: Tensor, start: int, index: int) -> None:
+        self.projections = projections
+        widths = [linear.out_features for linear in _linears(projections)]
+        heads = (projections.heads, projections.states, projections.states)
+        parts = packed[:, start : start + sum(widths)].split(widths, dim=1)
+        self.q, self.k, self.v = (x.unflatten(1, (h, -1)) for x, h in zip(parts, heads, strict=True))
+        self.end = start + sum(widths)
+        self.rotary: Rotary | None = None
+        if projections.planes.shape[1]:
+            angles = stepper.angles[stepper.rotary_kinds[index]]
+            self.rotary = Rotary(angles.cos, angles.sin, projections.planes)
+
+    def normed_and_turned(self) -> tuple[Tensor, Tensor]:
+        q, k = self.q, self.k
+        if self.projections.q_norm is not None and self.projections.k_norm is not None:
+            q, k = self.projections.q_norm(q), self.projections.k_norm(k)
+        if self.rotary is not None:
+            cos, sin, planes = self.rotary
+            q, k = (rotate(x[:, None], cos[:, None], sin[:, None], planes)[:, 0] for x in (q, k))
+        return q, k
+
+
+class _Rule:
+    """A rule's state, and its step from the packed buffer. What a kernel does not do on the way, the layer's own
+    modules do."""
+
+    def __init__(self, rule: RecurrentAttention, stepper: Stepper, packed: Tensor, index: int) -> None:
+        self.rule, self.config, self.stepper = rule, rule.config, stepper
+        self.heads = _Heads(rule.projections, stepper, packed, 0, index)
+        batch, states, d = self.heads.v.shape
+        self.gates, start = [], self.heads.end
+        for name, width in RULES[self.config.rule].gates.items():
+            end = start + rule.gates[name].out_features
+            logits, start = packed[:, start:end], end
+            self.gates.append(logits if width == "1" else logits.unflatten(1, (states, -1)))
+        dtype = torch.promote_types(stepper.dtype, torch.float32)
+        rows = d + self.config.normalizes_attention
+        self.state = torch.zeros(batch, states, rows, self.config.m, dtype=dtype, device=stepper.device)
+        self.y = packed.new_zeros(batch, rule.projections.heads, d)
+        self.no_map = type(rule.feature_map) is Identity
+        plain = self.no_map and not self.config.normalizes_sum and rule.projections.q_norm is None
+        self.fused = stepper.kernels and plain
+
+    def step(self) -> Tensor:
+        heads, stepper, normalize = self.heads, self.stepper, self.config.normalizes_attention
+        q, k = (heads.q, heads.k) if self.fused else self._features()
+        arguments = (self.config.rule, self.state, q, k, heads.v, self.gates)
+        if not stepper.kernels:
+            y = step_torch(*arguments, normalize)
+        else:
+            turned, scaled = (heads.rotary, self.rule.key_scale) if self.fused else (None, None)
+            step_kernel(*arguments, self.y, normalize, turned, scaled, stepper.overlap)
+            y = self.y
+        return y if self.rule.output_norm is None else self.rule.output_norm(y)
+
+    def _features(self) -> tuple[Tensor, Tensor]:
+        q, k = self.heads.normed_and_turned()
+        if not self.no_map:
+            q, k = (self.rule.feature_map(x[:, None])[:, 0] for x in (q, k))
+        if self.config.normalizes_sum:
+            q, k = sum_normalize(q), sum_normalize(k)
+        if self.rule.key_scale is not None:
+            k = k * self.rule.key_scale.to(k.dtype)
+        return q, k
+
+    def fill(self, slot: int, layer: Any, lengths: Tensor) -> None:
+        self.state[slot].copy_(layer.tensors["state"][0])
+
+
+class _WindowAttention:
+    def __init__(self, local: LocalAttention, stepper: Stepper, packed: Tensor, start: int, index: int) -> None:
+        self.heads, self.softcap = _Heads(local.projections, stepper, packed, start, index), local.softcap
+        self.window = stepper.window(local.window)
+        batch, kv_heads, d = self.heads.v.shape
+        self.rings = [packed.new_zeros(batch * local.window, kv_heads * d) for _ in range(2)]
+        by_head = (ring.view(batch, local.window, kv_heads, d).transpose(1, 2) for ring in self.rings)
+        self.keys, self.values = by_head
+        self.keys = self.keys.mT
+
+    def step(self) -> Tensor:
+        q, k = self.heads.normed_and_turned()
+        for ring, new in zip(self.rings, (k, self.heads.v), strict=True):
+            ring.index_copy_(0, self.window.row, new.flatten(1))
+        logits = torch.matmul(q.unflatten(1, (self.keys.shape[1], -1)), self.keys)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        weights = logits.masked_fill_(self.window.for_heads, float("-inf")).softmax(-1)
+        return torch.matmul(weights.to(self.values.dtype), self.values).flatten(1, 2)
+
+    def fill(self, slot: int, layer: Any, lengths: Tensor) -> None:
+        past, width = layer.get_all(Past), self.window.width
+        rows = slot * width + (lengths + self.window.places[1:]) % width  # all but the next token's
+        for ring, tokens in zip(self.rings, (past.k, past.v), strict=True):
+            ring.index_copy_(0, rows, tokens[0].flatten(1))
+
+
+def _linears(projections: Projections) -> list[Any]:
+    return [projections.q_proj, projections.k_proj, projections.v_proj]
+
+
+def _weight(linear: Any) -> tuple[Tensor, Tensor | None]:
+    """Weight [N,K] and bias; an adapter or a quantized layer has neither in this form."""
+    if type(linear) not in (nn.Linear, Conv1D):
+        raise Unusual
+    weight = linear.weight.detach()
+    return (weight.T if type(linear) is Conv1D else weight), None if linear.bias is None else linear.bias.detach()
+
+
+def _norm(norm: Any) -> Norm:
+    if isinstance(norm, nn.LayerNorm):
+        if norm.weight is None:
+            raise Unusual
+        return Norm(norm.weight.detach(), None if norm.bias is None else norm.bias.detach(), norm.eps, centred=True)
+    weight = norm.weight.detach().float() + 1 if stored_less_one(norm) else norm.weight.detach()
+    return Norm(weight, None, getattr(norm, "variance_epsilon", None) or norm.eps, centred=False)
+
+
+def _rotary_kinds(model: Any, parts: Parts) -> list[str]:
+    """For each layer the kind of its rotary frequencies, where a model has several."""
+    layers = model.config.num_hidden_layers
+    if parts.rotary is None:
+        return []
+    several = isinstance(model.get_submodule(parts.rotary).rope_type, dict)
+    return list(model.config.layer_types) if several else [""] * layers

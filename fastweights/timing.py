@@ -1,0 +1,238 @@
+"""One step of generation, timed: every contender gets the same treatment, and they take turns.
+
+On CUDA a step is captured in a graph, which takes Python and the launches out of it for all contenders alike, and timed
+with events around several replays. On a CPU it runs as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import torch
+from rich.filesize import decimal
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+Step = Callable[[], Any]
+REPLAYS = 20
+CAPTURE_WARM_UP = 3
+CHOOSING_TURNS = 3
+KERNELS = (
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+)
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """`turns` each, the median counts. On a CPU a turn begins with `settle` steps that are not timed, so that the timed
+    one finds the processor's caches as its own tokens left them, and not as another contender did."""
+
+    device: torch.device
+    turns: int
+    compiled: bool = False
+    settle: int = 0
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A step that generates one token, the bytes it keeps of the text before, and whether it attends to that text.
+    It may be run any number of times, and reads and writes the same places each time. The engine's is not compiled."""
+
+    step: Step
+    kept_bytes: int
+    attends: bool
+    is_engine: bool = False
+
+
+@dataclass(frozen=True)
+class Runner:
+    """A step made ready. `how` says how it runs and, where that is not as it should be, why; `kernel` is the kernel of
+    attention that was chosen for it."""
+
+    run: Step
+    how: str
+    kernel: SDPBackend | None = None
+
+
+@dataclass
+class Findings:
+    """What was measured of one contender at each length, and what could not be."""
+
+    points: list[dict[str, Any]] = field(default_factory=list)
+    left_out: list[dict[str, Any]] = field(default_factory=list)
+    ways: list[str] = field(default_factory=list)
+
+    def add(self, length: int, seconds: float, kept_bytes: int, peak_bytes: int, runner: Runner) -> None:
+        point = {"length": length, "seconds": seconds, "bytes": kept_bytes, "peak_bytes": peak_bytes}
+        self.points.append(point | ({"kernel": runner.kernel.name.lower()} if runner.kernel is not None else {}))
+        self.ways.append(runner.how)
+
+    def leave_out(self, length: int, reason: str) -> None:
+        self.left_out.append({"length": length, "reason": reason})
+
+    def entry(self, name: str, converted: bool) -> dict[str, Any]:
+        how = {"how": ", ".join(dict.fromkeys(self.ways))} if self.ways else {}
+        missing = {"left_out": self.left_out} if self.left_out else {}
+        return {"name": name, "converted": converted, **how, "points": self.points, **missing}
+
+
+def measure(
+    contenders: Mapping[str, Callable[[], Contender]],
+    length: int,
+    conditions: Conditions,
+    found: Mapping[str, Findings],
+) -> None:
+    """A point of each contender after a text of `length`, or the reason why there is none."""
+    if conditions.compiled:
+        torch.compiler.reset()  # every length is compiled anew, and torch gives up after some
+    made = _each(contenders, lambda make: make(), length, found)
+    runners = _each(made, lambda contender: ready(contender, conditions), length, found)
+    steps = {name: (made[name].step, runner.kernel) for name, runner in runners.items()}
+    peaks = _each(steps, lambda pair: peak_bytes(pair[0], pair[1], conditions.device), length, found)
+    for name, seconds in median_seconds({name: runners[name] for name in peaks}, conditions).items():
+        kept = made[name].kept_bytes
+        found[name].add(length, seconds, kept, kept + peaks[name], runners[name])
+
+
+def _each(things: Mapping[str, Any], do: Callable, length: int, found: Mapping[str, Findings]) -> dict[str, Any]:
+    done = {}
+    for name, thing in things.items():
+        try:
+            done[name] = do(thing)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            found[name].leave_out(length, f"out of memory: {_first_line(error)}")
+    return done
+
+
+def ready(contender: Contender, conditions: Conditions) -> Runner:
+    """Compile the step if asked to, and on CUDA capture it. One that attends gets there the kernel of torch's
+    scaled_dot_product_attention that is the fastest for its shapes, not the one that torch would guess."""
+    compiled = conditions.compiled and not contender.is_engine
+    way = "engine" if contender.is_engine else "compiled" if compiled else "eager"
+    step = torch.compile(contender.step, dynamic=False) if compiled else contender.step
+    if conditions.device.type != "cuda":
+        if compiled:
+            step()
+        return Runner(step, way)
+    kernel = _fastest_kernel(contender.step, conditions) if contender.attends else None
+    with _only(kernel):
+        _warm_up(step)
+        try:
+            return Runner(_captured(step), "CUDA graph" if way == "eager" else f"{way}, CUDA graph", kernel)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            torch.cuda.synchronize()
+            return Runner(step, f"{way}: not captured in a CUDA graph ({_first_line(error)})", kernel)
+
+
+def _warm_up(step: Step) -> None:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(CAPTURE_WARM_UP):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+
+
+def _captured(step: Step) -> Step:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def _fastest_kernel(step: Step, conditions: Conditions) -> SDPBackend | None:
+    seconds = {}
+    for kernel in KERNELS:
+        with _only(kernel), warnings.catch_warnings(action="ignore"):
+            try:
+                _warm_up(step)
+                runner = Runner(_captured(step), "")
+            except RuntimeError:  # a kernel that is not for this device, dtype or shape, or that needs too much memory
+                torch.cuda.synchronize()
+                continue
+        seconds[kernel] = median_seconds({"": runner}, replace(conditions, turns=CHOOSING_TURNS))[""]
+    return min(seconds, key=seconds.__getitem__, default=None)
+
+
+def median_seconds(runners: Mapping[str, Runner], conditions: Conditions) -> dict[str, float]:
+    """They take turns, so that whatever else the machine does falls on all of them."""
+    seconds: dict[str, list[float]] = {name: [] for name in runners}
+    for _ in range(conditions.turns):
+        for name, runner in runners.items():
+            seconds[name].append(_seconds(runner.run, conditions))
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def _seconds(run: Step, conditions: Conditions) -> float:
+    if conditions.device.type != "cuda":
+        for _ in range(conditions.settle):
+            run()
+        began = time.perf_counter()
+        run()
+        return time.perf_counter() - began
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(REPLAYS):
+        run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / REPLAYS
+
+
+def _only(kernel: SDPBackend | None) -> contextlib.AbstractContextManager:
+    return contextlib.nullcontext() if kernel is None else sdpa_kernel(kernel)
+
+
+def peak_bytes(step: Step, kernel: SDPBackend | None, device: torch.device) -> int:
+    """The most that the tensors made in a step hold at once."""
+    if device.type == "cuda":
+        with _only(kernel):
+            step()  # what libraries keep for good, such as cuBLAS's workspace, is not the step's
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            step()
+            torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler writes to stderr at every start and stop
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    return max(held, default=0)
+
+
+def on(device: torch.device) -> contextlib.AbstractContextManager:
+    """Streams, events and graphs are those of the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def check_room(nbytes: int, device: torch.device) -> None:
+    """A CPU's memory has no limit that raises an error: the system ends the program instead."""
+    free = psutil.virtual_memory().available
+    if device.type == "cpu" and nbytes > free:
+        raise MemoryError(f"{decimal(nbytes)} are needed and {decimal(free)} are free")
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
