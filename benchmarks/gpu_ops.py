@@ -163,12 +163,15 @@ def precision(settings: Settings) -> Iterator[dict[str, Any]]:
 
 
 def kernels(settings: Settings) -> Iterator[dict[str, Any]]:
-    """Each operation checked at each shape and, where it passed, timed; then its peers."""
+    """Attention; then each operation checked at each shape and, where it passed, timed."""
     result: dict[str, Any] = {"ops": [], "peers": [], "profiles": {}}
     if settings.on_gpu:
         compile_all(settings)
-    for shape in shapes(settings):
-        for rule in dict.fromkeys(rule for rule, _ in TIMED_OPS):
+    for row in peers.operations(peers.TORCH, shapes(settings), settings):
+        result["peers"].append(row)
+        yield result
+    for rule in dict.fromkeys(rule for rule, _ in TIMED_OPS):
+        for shape in shapes(settings):
             rows: list[dict[str, Any]] = [
                 {"shape": str(shape), "rule": name, "m": m, "bias": TIMED_BIAS, "dtype": "bfloat16"}
                 for name, m in TIMED_OPS
@@ -178,13 +181,11 @@ def kernels(settings: Settings) -> Iterator[dict[str, Any]]:
             for row in rows:
                 result["ops"].append(row | (timed(row, shape, settings) if row["passed"] else {}))
                 yield result
-        result["profiles"][str(shape)] = guarded(lambda shape=shape: profile(shape, settings))
-        yield result
+            if rule == "decay":
+                result["profiles"][str(shape)] = guarded(lambda shape=shape: profile(shape, settings))
+                yield result
     result["first call"] = guarded(lambda: first_call(settings))
     yield result
-    for row in peers.operations(peers.TORCH, shapes(settings), settings):
-        result["peers"].append(row)
-        yield result
 
 
 def compile_all(settings: Settings) -> None:

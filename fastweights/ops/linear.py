@@ -24,6 +24,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 # Numbers of a tile of weights that a program of the one-row kernel loads at once, and its warps for them.
 ROW_TILE, ROW_WARPS = 8192, 4
 TILES = (16, 32, 64, 128)
+# Depth of the pipeline of loads, and the shared memory it may have.
+STAGES, PIPELINE_BYTES = 4, 160 * 1024
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ class Linear:
             PRECISION="ieee" if self.weight.dtype == torch.float32 else "tf32",
             OVERLAP=self.overlap,
             num_warps=warps,
-            num_stages=4,
+            num_stages=STAGES,
             **launch_options(self.overlap),
         )
 
@@ -156,5 +158,8 @@ def tiles(rows: int, columns: int, k: int, gated: bool, dtype: torch.dtype) -> t
     useful = [tile for tile in TILES if tile < 2 * rows] or [16]
     row_tile, column_tile = min(((r, c) for r in useful for c in TILES), key=load)
     numbers = row_tile * column_tile * halves
-    block_k = (128 if numbers <= 2048 else 64) // (2 if dtype != torch.bfloat16 else 1)
+    # as deep as shared memory allows, so that most of a program's loads are on their way together
+    width = (row_tile + column_tile * halves) * dtype.itemsize
+    block_k = max(16, min(256, PIPELINE_BYTES // (STAGES * width) // 16 * 16))
+    block_k = 1 << (block_k.bit_length() - 1)
     return row_tile, column_tile, block_k, 8 if numbers >= 128 * 64 else 4

@@ -132,7 +132,8 @@ def step_kernel(
         BLOCK_M=block_m,
         SLICES=slices if normalize else 1,
         OVERLAP=overlap,
-        num_warps=max(1, min(8, block_d * block_m // 512)),
+        # few warps where there are many programs: all of them are then there at once
+        num_warps=max(1, min(8, block_d * block_m // (1024 if crowded else 512))),
         **launch_options(overlap),
     )
 

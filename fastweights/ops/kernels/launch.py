@@ -61,6 +61,8 @@ class Plan:
             "FLAGS": shape.flags,
             "BM": self.blocks.bm,
             "BD": self.blocks.bd,
+            "M_ALIGN": 16 if shape.m % 16 == 0 else 4 if shape.m % 4 == 0 else 1,
+            "D_ALIGN": 16 if shape.d % 16 == 0 else 1,
             "OPERAND": operand,
             "PRECISION": precision,
         }

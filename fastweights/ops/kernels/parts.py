@@ -13,14 +13,37 @@ from fastweights.rules.base import MIN_GATE_LOGIT
 
 FLOOR = tl.constexpr(MIN_GATE_LOGIT)
 # Sizes that change from call to call, without a kernel compiled for each kind of number.
-SIZES = ["length", "heads", "segment", "sliced", "parts", "size"]
+SIZES = ["length", "heads", "segment", "sliced", "parts", "size", "m", "d"]
 LOG2_E = tl.constexpr(1.4426950408889634)
-# Below this log(1 + u) is its series: 1 + u would round away what a slow gate forgets.
+# Below this log(1 + u) is its series: 1 + u would round away what a slow gate forgets. (A bfloat16 logit that makes
+# such a gate is known less well than that.)
 SMALL = tl.constexpr(1 / 64)
 PAD = tl.constexpr(1)
 RESET = tl.constexpr(2)
 # Triton's interpreter multiplies bfloat16 numbers as if their bits were integers, and cuts off where a GPU rounds.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def rounded(x, OPERAND: tl.constexpr):
+    """x as a product will see it, still float32. On the bits, since converting to bfloat16 and back is slow."""
+    if OPERAND == tl.bfloat16:  # noqa: SIM300
+        x = ((x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True)
+    return x
+
+
+@triton.jit
+def narrowed(x, TYPE: tl.constexpr):
+    """x as a number of this type, rounded in the interpreter too."""
+    if INTERPRETED:
+        x = rounded(x, TYPE)
+    return x.to(TYPE)
+
+
+@triton.jit
+def aligned(n, ALIGN: tl.constexpr):
+    """n, a multiple of ALIGN, in a form that tells so: rows of aligned width are read in one go."""
+    return n // ALIGN * ALIGN
 
 
 @triton.jit
@@ -33,7 +56,7 @@ def read(x, i, real, heads, columns, width):
 @triton.jit
 def write(x, value, i, there, heads, columns, width):
     there = there[:, None] & (columns < width)[None, :]
-    tl.store(x + i[:, None] * (heads * width) + columns[None, :], value.to(x.dtype.element_ty), mask=there)
+    tl.store(x + i[:, None] * (heads * width) + columns[None, :], narrowed(value, x.dtype.element_ty), mask=there)
 
 
 @triton.jit
@@ -57,11 +80,12 @@ def fast(NAME: tl.constexpr, x):
 
 
 @triton.jit
-def log2_gate(logit, quiet):
+def log2_gate(logit, quiet, OPERAND: tl.constexpr):
     """log2 of a gate, one minus the gate, and the gate."""
     u = tl.exp2(tl.maximum(logit, FLOOR) * -LOG2_E)
-    series = u * (LOG2_E - u * (LOG2_E / 2 - u * (LOG2_E / 3)))
-    log = tl.where(u < SMALL, series, fast("lg2", 1 + u))
+    log = fast("lg2", 1 + u)
+    if OPERAND == tl.float32:  # noqa: SIM300
+        log = tl.where(u < SMALL, u * (LOG2_E - u * (LOG2_E / 2 - u * (LOG2_E / 3))), log)
     gate = fast("rcp", 1 + u)
     return tl.where(quiet[:, None], 0.0, -log), u * gate, gate
 
@@ -71,9 +95,13 @@ def running_products(log, OPERAND: tl.constexpr, TILE: tl.constexpr):
     """Running products [TILE,W] of a tile's gates, divided by the root of their product so that they stay within e^80,
     their inverses, and that root [W]. Sums over time are products with a constant matrix, which on this
     hardware cost less than a scan."""
-    i = tl.arange(0, TILE)
-    total = exact_product(tl.where(i[:, None] >= i[None, :], 0.5, -0.5), log, OPERAND)
-    half = tl.max(exact_product(tl.full([TILE, TILE], 0.5, tl.float32), log, OPERAND), 0)
+    if log.shape[1] == 1:
+        half = tl.sum(log, 0) * 0.5
+        total = tl.cumsum(log, 0) - half[None, :]
+    else:
+        i = tl.arange(0, TILE)
+        total = exact_product(tl.where(i[:, None] >= i[None, :], 0.5, -0.5), log, OPERAND)
+        half = tl.max(exact_product(tl.full([TILE, TILE], 0.5, tl.float32), log, OPERAND), 0)
     return tl.exp2(total), tl.exp2(-total), tl.exp2(half)
 
 
@@ -92,14 +120,6 @@ def below(TILE: tl.constexpr, AT_LEAST: tl.constexpr):
 
 
 @triton.jit
-def rounded(x, OPERAND: tl.constexpr):
-    """x as a product will see it, still float32. On the bits, since converting to bfloat16 and back is slow."""
-    if OPERAND == tl.bfloat16:  # noqa: SIM300
-        x = ((x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True)
-    return x
-
-
-@triton.jit
 def product(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     if INTERPRETED:
         a, b = rounded(a.to(tl.float32), OPERAND), rounded(b.to(tl.float32), OPERAND)
@@ -112,12 +132,6 @@ def product(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
 def exact_product(a, b, OPERAND: tl.constexpr):
     """a @ b to nearly float32's precision, for an `a` of small numbers that are exact in bfloat16."""
     if OPERAND == tl.bfloat16:  # noqa: SIM300
-        high = rounded(b, OPERAND)
+        high = (b.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
         return product(a, high, OPERAND, "tf32") + product(a, b - high, OPERAND, "tf32")
     return product(a, b, OPERAND, "tf32x3")
-
-
-@triton.jit
-def sum_over_time(log, OTHERS: tl.constexpr, OPERAND: tl.constexpr, TILE: tl.constexpr):
-    """Sums [OTHERS,W] over a tile's tokens, the same in every row."""
-    return exact_product(tl.full([OTHERS, TILE], 1.0, tl.float32), log, OPERAND)

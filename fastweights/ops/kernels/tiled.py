@@ -16,10 +16,12 @@ import triton.language as tl
 from fastweights.ops.kernels.parts import (
     FLOOR,
     SIZES,
+    aligned,
     below,
     document_masks,
     exact_product,
     log2_gate,
+    narrowed,
     product,
     read,
     read_flags,
@@ -33,15 +35,19 @@ from fastweights.ops.kernels.parts import (
 def read_gate(x, i, real, quiet, heads, columns, width, WIDTH: tl.constexpr, OPERAND: tl.constexpr, TILE: tl.constexpr):
     """A gate of WIDTH numbers a token (0: none): its running products, their inverses, the root of the whole product,
     one minus itself, itself, and d log gate / d logit: one minus itself, but 0 below the floor."""
-    if WIDTH == 0:
-        one = tl.full([1, 1], 1.0, tl.float32)
-        return one, one, tl.full([1], 1.0, tl.float32), one, one, one
-    if WIDTH == 1:
-        columns, width = tl.arange(0, 1), 1
-    logit = read(x, i, real, heads, columns, width)
-    log, closed, opened = log2_gate(logit, quiet)
-    running, inverse, root = running_products(log, OPERAND, TILE)
-    return running, inverse, root, closed, opened, tl.where(logit < FLOOR, 0.0, closed)
+    running, inverse, closed, opened, slope = ones(), ones(), ones(), ones(), ones()
+    root = tl.full([1], 1.0, tl.float32)
+    if WIDTH > 0:
+        logit = read(x, i, real, heads, columns if WIDTH > 1 else tl.arange(0, 1), width if WIDTH > 1 else 1)
+        log, closed, opened = log2_gate(logit, quiet, OPERAND)
+        running, inverse, root = running_products(log, OPERAND, TILE)
+        slope = tl.where(logit < FLOOR, 0.0, closed)
+    return running, inverse, root, closed, opened, slope
+
+
+@triton.jit
+def ones():
+    return tl.full([1, 1], 1.0, tl.float32)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -49,11 +55,13 @@ def forward(
     q, k, v, f, z, flags, starts, y, tile_states, end,
     length, heads, m, d, segment,
     F_WIDTH: tl.constexpr, Z: tl.constexpr, SHARE: tl.constexpr, FLAGS: tl.constexpr, START: tl.constexpr,
-    KEEP: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
+    KEEP: tl.constexpr, TILE: tl.constexpr,
+    BM: tl.constexpr, BD: tl.constexpr, M_ALIGN: tl.constexpr, D_ALIGN: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """y, the state at the end, and (KEEP) the states at the tiles' starts.
     SHARE: the rule writes (1 - g) v k^T."""
+    m, d = aligned(m, M_ALIGN), aligned(d, D_ALIGN)
     slices = tl.cdiv(d, BD)
     head, slice, part, parts = (
         tl.program_id(0) // slices,
@@ -75,7 +83,7 @@ def forward(
         here, there = (row + begin) * heads + head % heads, begin + i < length
         if KEEP:
             kept_at = tile_states + (head.to(tl.int64) * tiles + begin // TILE) * d * m + cells
-            tl.store(kept_at, S.to(tile_states.dtype.element_ty), mask=inside)
+            tl.store(kept_at, narrowed(S, tile_states.dtype.element_ty), mask=inside)
         real, reset, quiet = read_flags(flags + row + begin, i, there, FLAGS)
         qt, kt = read(q + here * m, i, real, heads, mi, m), read(k + here * m, i, real, heads, mi, m)
         vt = read(v + here * d, i, real, heads, di, d)
@@ -119,11 +127,12 @@ def backward(
     q, k, v, f, z, flags, tile_states, dy, dends, dq, dk, dv, df, dz, dstart,
     length, heads, m, d, segment, sliced,
     F_WIDTH: tl.constexpr, Z: tl.constexpr, SHARE: tl.constexpr, FLAGS: tl.constexpr,
-    TILE: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
+    TILE: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, M_ALIGN: tl.constexpr, D_ALIGN: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the inputs and of the state at the start. `sliced` is the size of dq: where d is cut into slices,
     each writes its own share of dq, dk and df."""
+    m, d = aligned(m, M_ALIGN), aligned(d, D_ALIGN)
     slices = tl.cdiv(d, BD)
     head, slice, part, parts = (
         tl.program_id(0) // slices,
@@ -163,10 +172,11 @@ def backward(
         if SHARE:
             key = kt * closed
         pairs = below(TILE, 1)
-        q_in, k_in = rounded(qt * f_run, OPERAND), rounded(key * f_inv, OPERAND)
-        v_in, dy_in = rounded(vt * z_inv, OPERAND), rounded(dyt * z_run, OPERAND)
-        q_from_start, dy_from_start = qt * (f_run * f_root[None, :]), dyt * (z_run * z_root[None, :])
-        k_to_end, v_to_end = key * (f_inv * f_root[None, :]), vt * (z_inv * z_root[None, :])
+        q_in, k_in, v_in, dy_in = qt * f_run, key * f_inv, vt * z_inv, dyt * z_run
+        q_from_start, dy_from_start = q_in * f_root[None, :], dy_in * z_root[None, :]
+        k_to_end, v_to_end = k_in * f_root[None, :], v_in * z_root[None, :]
+        q_in, k_in = rounded(q_in, OPERAND), rounded(k_in, OPERAND)
+        v_in, dy_in = rounded(v_in, OPERAND), rounded(dy_in, OPERAND)
         kept = (z_root * z_root)[:, None] * (f_root * f_root)[None, :]
         if FLAGS:
             document, last = document_masks(reset, TILE)
@@ -230,12 +240,13 @@ def segment_sums(
     a, b, f, z, flags, sums, kepts,
     length, heads, m, d, segment,
     F_WIDTH: tl.constexpr, Z: tl.constexpr, SHARE: tl.constexpr, FLAGS: tl.constexpr, BACK: tl.constexpr,
-    TILE: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
+    TILE: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, M_ALIGN: tl.constexpr, D_ALIGN: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """What each segment keeps of the state that goes through it, and what it adds: keys a and values b with what
     happens to them until its end; or (BACK) queries a and gradients b with what happened since its start. Nothing here
     is divided by a gate, so a tile is as long as one likes. The last segment's (BACK: the first's) is not needed."""
+    m, d = aligned(m, M_ALIGN), aligned(d, D_ALIGN)
     slices = tl.cdiv(d, BD)
     head, slice, part = tl.program_id(0) // slices, tl.program_id(0) % slices, tl.program_id(1)
     parts = tl.num_programs(1) + 1
@@ -256,7 +267,7 @@ def segment_sums(
         log_kept = tl.zeros([BD, BM], tl.float32)
         if F_WIDTH > 0:
             columns, width = (mi, m) if F_WIDTH > 1 else (tl.arange(0, 1), 1)
-            log, closed, _ = log2_gate(read(f + here * width, i, real, heads, columns, width), quiet)
+            log, closed, _ = log2_gate(read(f + here * width, i, real, heads, columns, width), quiet, OPERAND)
             if F_WIDTH == 1:
                 log = log + tl.zeros([TILE, BM], tl.float32)
             if SHARE and not BACK:
@@ -264,7 +275,7 @@ def segment_sums(
             at = at * tl.exp2(exact_product(others, log, OPERAND))
             log_kept += exact_product(tl.full([BD, TILE], 1.0, tl.float32), log, OPERAND)
         if Z:
-            log, _, _ = log2_gate(read(z + here * d, i, real, heads, di, d), quiet)
+            log, _, _ = log2_gate(read(z + here * d, i, real, heads, di, d), quiet, OPERAND)
             bt = bt * tl.exp2(exact_product(others, log, OPERAND))
             log_kept += tl.trans(exact_product(tl.full([BM, TILE], 1.0, tl.float32), log, OPERAND))
         kept = tl.exp2(log_kept)

@@ -13,7 +13,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fastweights.ops.kernels.parts import SIZES, below, document_masks, product, read, read_flags, write
+from fastweights.ops.kernels.parts import (
+    SIZES,
+    aligned,
+    below,
+    document_masks,
+    narrowed,
+    product,
+    read,
+    read_flags,
+    write,
+)
 
 
 @triton.jit
@@ -36,7 +46,8 @@ def solve(
     k, g, flags, inverses, length, heads, m,
     FLAGS: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(I + strictly lower(g K K^T))^-1 of every tile, row by row: stable where a series of powers is not."""
+    """(I + strictly lower(g K K^T))^-1 - I of every tile, row by row: stable where a series of powers is not. The I is
+    left out, so that what it multiplies is not rounded."""
     head, tile = tl.program_id(0), tl.program_id(1)
     row = (head // heads).to(tl.int64) * length
     i, begin = tl.arange(0, TILE), tile * TILE
@@ -49,10 +60,9 @@ def solve(
     for n in range(1, TILE):
         weights = tl.sum(tl.where((i == n)[None, :], columns, 0.0), 1)
         rows += tl.where((i == n)[:, None], tl.sum(weights[:, None] * rows, 0)[None, :], 0.0)
-    inverse = rows + tl.where(i[:, None] == i[None, :], 1.0, 0.0)
     cells = i[:, None] * TILE + i[None, :]
     at_tile = (head.to(tl.int64) * tl.num_programs(1) + tile) * TILE * TILE
-    tl.store(inverses + at_tile + cells, inverse)
+    tl.store(inverses + at_tile + cells, rows)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -60,11 +70,12 @@ def forward(
     q, k, v, g, flags, inverses, starts, y, tile_states, ends,
     length, heads, m, d, segment,
     FLAGS: tl.constexpr, START: tl.constexpr, KEEP: tl.constexpr, OUTPUT: tl.constexpr,
-    TILE: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
+    TILE: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, M_ALIGN: tl.constexpr, D_ALIGN: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """y, the state at the end, and (KEEP) the states at the tiles' starts. Without OUTPUT: W and P of each segment,
     P as m more rows of the state."""
+    m, d = aligned(m, M_ALIGN), aligned(d, D_ALIGN)
     rows = d if OUTPUT else d + m
     slices = tl.cdiv(rows, BD)
     head, slice, part, parts = (
@@ -88,7 +99,7 @@ def forward(
         here, there = (row + begin) * heads + head % heads, begin + i < length
         tile = head.to(tl.int64) * tiles + begin // TILE
         if KEEP:
-            tl.store(tile_states + tile * d * m + cells, S.to(tile_states.dtype.element_ty), mask=inside)
+            tl.store(tile_states + tile * d * m + cells, narrowed(S, tile_states.dtype.element_ty), mask=inside)
         real, reset, _ = read_flags(flags + row + begin, i, there, FLAGS)
         kt, gate, same, meets_start, meets_end, survives = read_keys(
             k + here * m, g + here, i, real, reset, heads, mi, m, FLAGS, TILE
@@ -97,7 +108,7 @@ def forward(
         vt = read(v + here * d, i, real, heads, di, d)
         inverse = tl.load(inverses + tile * TILE * TILE + i[:, None] * TILE + i[None, :])
         error = vt - product(k_start, tl.trans(S), OPERAND, PRECISION)
-        u = product(inverse, gate * error, OPERAND, PRECISION)
+        u = gate * error + product(inverse, gate * error, OPERAND, PRECISION)
         if OUTPUT:
             qt = read(q + here * m, i, real, heads, mi, m)
             scores = product(qt, tl.trans(kt), OPERAND, PRECISION)
@@ -117,11 +128,12 @@ def backward(
     q, k, v, g, flags, inverses, tile_states, dy, dends, dq, dk, dv, dg, dstarts,
     length, heads, m, d, segment, sliced,
     FLAGS: tl.constexpr, OUTPUT: tl.constexpr,
-    TILE: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
+    TILE: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, M_ALIGN: tl.constexpr, D_ALIGN: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the inputs and of the state at the start. Without OUTPUT: only what each segment but the first adds
     to the gradient of the state that goes through it backwards. `sliced` is the size of dq, as in tiled.py."""
+    m, d = aligned(m, M_ALIGN), aligned(d, D_ALIGN)
     slices = tl.cdiv(d, BD)
     head, slice, part = tl.program_id(0) // slices, tl.program_id(0) % slices, tl.program_id(1)
     parts = tl.num_programs(1) if OUTPUT else tl.num_programs(1) + 1
@@ -153,12 +165,12 @@ def backward(
         scores = product(qt, tl.trans(kt), OPERAND, PRECISION)
         scores = tl.where(below(TILE, 0) & same, scores, 0.0)
         du = product(tl.trans(scores), dyt, OPERAND, PRECISION) + product(k_end, tl.trans(dS), OPERAND, PRECISION)
-        dtarget = product(tl.trans(inverse), du, OPERAND, PRECISION)
+        dtarget = du + product(tl.trans(inverse), du, OPERAND, PRECISION)
         dvalue = gate * dtarget
         if OUTPUT:
             S = tl.load(tile_states + tile * d * m + cells, mask=inside, other=0.0)
             error = read(v + here * d, i, real, heads, di, d) - product(k_start, tl.trans(S), OPERAND, PRECISION)
-            u = product(inverse, gate * error, OPERAND, PRECISION)
+            u = gate * error + product(inverse, gate * error, OPERAND, PRECISION)
             overlap = product(kt, tl.trans(kt), OPERAND, PRECISION)
             dscores = tl.where(below(TILE, 0) & same, product(dyt, tl.trans(u), OPERAND, PRECISION), 0.0)
             doverlap = product(dtarget, tl.trans(u), OPERAND, PRECISION)
