@@ -160,6 +160,6 @@ def tiles(rows: int, columns: int, k: int, gated: bool, dtype: torch.dtype) -> t
     numbers = row_tile * column_tile * halves
     # as deep as shared memory allows, so that most of a program's loads are on their way together
     width = (row_tile + column_tile * halves) * dtype.itemsize
-    block_k = max(16, min(256, PIPELINE_BYTES // (STAGES * width) // 16 * 16))
+    block_k = max(16, min(128, PIPELINE_BYTES // (STAGES * width)))
     block_k = 1 << (block_k.bit_length() - 1)
     return row_tile, column_tile, block_k, 8 if numbers >= 128 * 64 else 4

@@ -19,6 +19,8 @@ from fastweights.rules.normalizer import divide
 # Kernels run for these; anything else is a matter for torch.
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MULTIPROCESSORS = 132
+# Programs of four warps that these hold at once.
+RESIDENT = 16 * MULTIPROCESSORS
 
 
 class Rotary(NamedTuple):
@@ -132,8 +134,8 @@ def step_kernel(
         BLOCK_M=block_m,
         SLICES=slices if normalize else 1,
         OVERLAP=overlap,
-        # few warps where there are many programs: all of them are then there at once
-        num_warps=max(1, min(8, block_d * block_m // (1024 if crowded else 512))),
+        # fewer warps where programs are so many that they would not all be there at once
+        num_warps=max(1, min(8, block_d * block_m // (1024 if batch * states > RESIDENT else 512))),
         **launch_options(overlap),
     )
 

@@ -48,7 +48,7 @@ def key(family: str, bits: str, bm: int) -> str:
 
 
 def blocks_for(rule: str, m: int, d: int, dtype: torch.dtype) -> Blocks:
-    bits, bm = "16" if dtype == torch.bfloat16 else "32", padded(m)
+    bits, bm = "16" if dtype == torch.bfloat16 and rule != "delta" else "32", padded(m)
     bd = min(WIDEST_SLICE // (2 if bits == "32" and bm == 128 else 1), padded(d))
     choice = RECORD[key("delta" if rule == "delta" else "tiled", bits, bm)]
     return Blocks(bm, bd, *(Launch(*choice[kernel]) for kernel in ("forward", "backward", "segments")))

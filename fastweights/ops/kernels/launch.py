@@ -57,6 +57,8 @@ class Plan:
         self.blocks = blocks_for(shape.rule, shape.m, shape.d, shape.dtype)
         self.tiles = triton.cdiv(shape.length, TILE)
         operand, precision = OPERANDS[shape.dtype]
+        if self.rule == "delta" and shape.dtype == torch.bfloat16:  # it takes differences of values and what is held
+            operand, precision = tl.float32, "tf32"
         self.kinds: dict[str, Any] = {
             "FLAGS": shape.flags,
             "BM": self.blocks.bm,
@@ -84,7 +86,8 @@ class Plan:
 
     @property
     def state_dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.shape.dtype == torch.bfloat16 else torch.float32
+        """Of the kept states: as the products read them."""
+        return torch.bfloat16 if self.kinds["OPERAND"] == tl.bfloat16 else torch.float32
 
     def sizes(self, segment: int) -> tuple[int, ...]:
         return (*self.shape[2:6], segment)

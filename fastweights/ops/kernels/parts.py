@@ -95,13 +95,9 @@ def running_products(log, OPERAND: tl.constexpr, TILE: tl.constexpr):
     """Running products [TILE,W] of a tile's gates, divided by the root of their product so that they stay within e^80,
     their inverses, and that root [W]. Sums over time are products with a constant matrix, which on this
     hardware cost less than a scan."""
-    if log.shape[1] == 1:
-        half = tl.sum(log, 0) * 0.5
-        total = tl.cumsum(log, 0) - half[None, :]
-    else:
-        i = tl.arange(0, TILE)
-        total = exact_product(tl.where(i[:, None] >= i[None, :], 0.5, -0.5), log, OPERAND)
-        half = tl.max(exact_product(tl.full([TILE, TILE], 0.5, tl.float32), log, OPERAND), 0)
+    i = tl.arange(0, TILE)
+    total = exact_product(tl.where(i[:, None] >= i[None, :], 0.5, -0.5), log, OPERAND)
+    half = tl.max(exact_product(tl.full([TILE, TILE], 0.5, tl.float32), log, OPERAND), 0)
     return tl.exp2(total), tl.exp2(-total), tl.exp2(half)
 
 
@@ -130,7 +126,7 @@ def product(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def exact_product(a, b, OPERAND: tl.constexpr):
-    """a @ b to nearly float32's precision, for an `a` of small numbers that are exact in bfloat16."""
+    """a @ b to nearly float32's precision, for an `a` that is exact in bfloat16 (where that is the operands' type)."""
     if OPERAND == tl.bfloat16:  # noqa: SIM300
         high = (b.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
         return product(a, high, OPERAND, "tf32") + product(a, b - high, OPERAND, "tf32")

@@ -40,6 +40,7 @@ def read_gate(x, i, real, quiet, heads, columns, width, WIDTH: tl.constexpr, OPE
     if WIDTH > 0:
         logit = read(x, i, real, heads, columns if WIDTH > 1 else tl.arange(0, 1), width if WIDTH > 1 else 1)
         log, closed, opened = log2_gate(logit, quiet, OPERAND)
+        log = tl.broadcast_to(log, [TILE, columns.shape[0]])
         running, inverse, root = running_products(log, OPERAND, TILE)
         slope = tl.where(logit < FLOOR, 0.0, closed)
     return running, inverse, root, closed, opened, slope

@@ -28,9 +28,12 @@ from fastweights.ops.kernels.parts import (
 
 @triton.jit
 def read_keys(k, g, i, real, reset, heads, mi, m, FLAGS: tl.constexpr, TILE: tl.constexpr):
-    """Keys, gates [TILE,1], pairs of one document, and which tokens meet the state before the tile and after it."""
+    """Keys, gates [TILE,1] and their slopes, pairs of one document, which tokens meet the state before the tile and
+    after it, and whether that state survives the tile."""
     kt = read(k, i, real, heads, mi, m)
-    gate = tl.sigmoid(read(g, i, real, heads, tl.arange(0, 1), 1))
+    logit = read(g, i, real, heads, tl.arange(0, 1), 1)
+    gate = tl.sigmoid(logit)
+    slope = gate * tl.sigmoid(-logit)
     same, survives = below(TILE, -TILE), 1.0
     meets_start, meets_end = (i >= 0)[:, None], (i >= 0)[:, None]
     if FLAGS:
@@ -38,7 +41,7 @@ def read_keys(k, g, i, real, reset, heads, mi, m, FLAGS: tl.constexpr, TILE: tl.
         same = document[:, None] == document[None, :]
         meets_start, meets_end = (document == 0)[:, None], (document == last)[:, None]
         survives = tl.where(last == 0, 1.0, 0.0)
-    return kt, gate, same, meets_start, meets_end, survives
+    return kt, gate, slope, same, meets_start, meets_end, survives
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -53,7 +56,9 @@ def solve(
     i, begin = tl.arange(0, TILE), tile * TILE
     here = (row + begin) * heads + head % heads
     real, reset, _ = read_flags(flags + row + begin, i, begin + i < length, FLAGS)
-    kt, gate, same, _, _, _ = read_keys(k + here * m, g + here, i, real, reset, heads, tl.arange(0, BM), m, FLAGS, TILE)
+    kt, gate, _, same, _, _, _ = read_keys(
+        k + here * m, g + here, i, real, reset, heads, tl.arange(0, BM), m, FLAGS, TILE
+    )
     overlap = product(kt, tl.trans(kt), OPERAND, PRECISION)
     rows = tl.where(below(TILE, 1) & same, -gate * overlap, 0.0)
     columns = tl.trans(rows)
@@ -101,7 +106,7 @@ def forward(
         if KEEP:
             tl.store(tile_states + tile * d * m + cells, narrowed(S, tile_states.dtype.element_ty), mask=inside)
         real, reset, _ = read_flags(flags + row + begin, i, there, FLAGS)
-        kt, gate, same, meets_start, meets_end, survives = read_keys(
+        kt, gate, _, same, meets_start, meets_end, survives = read_keys(
             k + here * m, g + here, i, real, reset, heads, mi, m, FLAGS, TILE
         )
         k_start, k_end = tl.where(meets_start, kt, 0.0), tl.where(meets_end, kt, 0.0)
@@ -156,7 +161,7 @@ def backward(
         here, there = (row + begin) * heads + head % heads, begin + i < length
         tile = head.to(tl.int64) * tiles + begin // TILE
         real, reset, _ = read_flags(flags + row + begin, i, there, FLAGS)
-        kt, gate, same, meets_start, meets_end, survives = read_keys(
+        kt, gate, slope, same, meets_start, meets_end, survives = read_keys(
             k + here * m, g + here, i, real, reset, heads, mi, m, FLAGS, TILE
         )
         k_start, k_end = tl.where(meets_start, kt, 0.0), tl.where(meets_end, kt, 0.0)
@@ -183,7 +188,6 @@ def backward(
             new_dk -= tl.where(meets_start, product(dvalue, S, OPERAND, PRECISION), 0.0)
             new_dk += tl.where(meets_end, product(u, dS, OPERAND, PRECISION), 0.0)
             new_dg = tl.sum(dtarget * error, 1) + tl.sum(doverlap * overlap, 1)
-            slope = gate * (1 - gate)
             write(dq + here * m, new_dq, i, there, heads, mi, m)
             write(dk + here * m, new_dk, i, there, heads, mi, m)
             write(dv + here * d, dvalue, i, there, heads, di, d)
