@@ -14,7 +14,7 @@ from fastweights import ops
 from fastweights.rules import RULES
 
 pytest.importorskip("triton")
-from fastweights.ops.kernels import _plan, launch, rule_op
+from fastweights.ops.kernels import _plan, launch, rule_op, tiled, wy
 
 # the interpreter computes masked pairs too, whose running products may overflow
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -150,6 +150,46 @@ def test_compiles_without_a_graph_break(rule: str) -> None:
         results.append(torch.autograd.grad(run(**leaves), list(leaves.values())))
     for eager, compiled in zip(*results, strict=True):
         torch.testing.assert_close(compiled, eager)
+
+
+class FakeKernel:
+    """What launch.run needs of a jitted kernel and of what it compiles to."""
+
+    arg_names = ("x", "n", "WIDTH", "FLAG")
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: Any) -> Any:
+        def jitted(*args: Any, **options: Any) -> Any:
+            self.calls.append(("compile", grid, args, options))
+            return compiled
+
+        def launch_again(grid: Any) -> Any:
+            return lambda *args: self.calls.append(("again", grid, args))
+
+        compiled = type("Compiled", (), {"__getitem__": lambda _, grid: launch_again(grid)})()
+        return jitted
+
+
+def test_a_kernel_is_looked_up_once() -> None:
+    kernel, x, options = FakeKernel(), torch.zeros(8), {"FLAG": True, "num_warps": 4, "WIDTH": 3}
+    for _ in range(2):
+        launch.run(kernel, (5, 2), (x, 7), **options)
+    assert kernel.calls == [("compile", (5, 2), (x, 7), options), ("again", (5, 2, 1), (x, 7, 3, True))]
+    kernel.calls.clear()
+    for other, change in ((x.double(), {}), (x, {"WIDTH": 4}), (x[1:], {})):  # a type, a setting, an odd address
+        launch.run(kernel, (5,), (other, 7), **options | change)
+    launch.run(kernel, (5,), (x, 2**40), **options)
+    assert [call[0] for call in kernel.calls] == ["compile"] * 4
+
+
+def test_constants_come_last() -> None:
+    """launch.run gives a compiled kernel its arguments first, then what it is specialised for."""
+    every = (tiled.forward, tiled.backward, tiled.segment_sums, tiled.scan_segments)
+    for kernel in (*every, wy.forward, wy.backward, wy.solve, wy.scan_segments):
+        constant = [name.isupper() for name in kernel.arg_names]
+        assert constant == sorted(constant) and any(constant)
 
 
 # --- which backend runs

@@ -17,7 +17,7 @@ from fastweights.report.results import perplexity_text
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "docs/generation.md"]
-LINKED = ["settings", "experiments", "training", "evaluation", "report", "profile"]
+LINKED = ["settings", "experiments", "training", "evaluation", "report", "profile", "speed"]
 
 
 def _blocks(page: str, language: str) -> list[str]:
@@ -105,6 +105,28 @@ def test_figures_of_training_are_those_of_the_result_files() -> None:
         assert f"{means[name]:.3f}" in readme, name
     assert f"{compared['tokens']:,} tokens" in readme
     assert len(compared["runs"]["fine-tuning"]) == 3 and means["transfer + distill"] < means["fine-tuning"]
+
+
+def test_figures_of_speed_are_those_of_the_result_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from speed_page import PAGE, filled
+
+    assert filled(PAGE.read_text()) == PAGE.read_text(), "run benchmarks/speed_page.py"
+    readme = (ROOT / "README.md").read_text()
+    kernels, models = _result("gpu_kernels")["parts"]["kernels"], _result("gpu_models")["parts"]
+    ours = {row["shape"]: row for row in kernels["ops"] if (row["rule"], row["m"]) == ("decay", 32)}
+    for peer in kernels["peers"]:
+        row = ours[peer["shape"]]
+        assert row["forward+backward ms"] < peer["forward+backward ms"], "with Python's launches"
+        if "T 4096" not in peer["shape"]:
+            for value in (row["graph forward+backward ms"], peer["forward+backward ms"]):
+                assert f"{value:.2f}" in readme or f"{value:.1f}" in readme, value
+    for row in models["training"]["models"].values():
+        assert f"{round(row['tokens/s'], -3):,.0f}" in readme
+    attention, decay = _result("profile_layer")["models"][:2]
+    last = [model["points"][-1] for model in (attention, decay)]
+    assert f"{1e6 * last[0]['seconds']:.0f} µs and {last[0]['peak_bytes'] / 1e6:.0f} MB" in readme
+    assert f"{1e6 * last[1]['seconds']:.1f} µs and {last[1]['peak_bytes'] / 1e6:.2f} MB" in readme
 
 
 def test_perplexity_three_ways_is_as_documented() -> None:

@@ -111,6 +111,25 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+_compiled: dict[tuple, Any] = {}
+
+
+def run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], **options: Any) -> None:
+    """Launch a kernel: `args`, then what it is specialised for. Triton looks a compiled kernel up by everything it is
+    given, for longer than a small one runs; one that was launched before with the like is found here instead."""
+    kinds = tuple(x.dtype if isinstance(x, Tensor) else x < 2**31 for x in args)
+    key = (kernel, args[0].device, kinds, *options.items())
+    compiled = _compiled.get(key)
+    aligned = all(x.data_ptr() % 16 == 0 for x in args if isinstance(x, Tensor))  # it may have been compiled for that
+    with torch.cuda.device_of(args[0]):
+        if compiled is not None and aligned:
+            compiled[(*grid, 1, 1)[:3]](*args, *(options[name] for name in kernel.arg_names[len(args) :]))
+            return
+        compiled = kernel[grid](*args, **options)
+    if compiled is not None and aligned:  # the interpreter compiles nothing
+        _compiled[key] = compiled
+
+
 def forward(
     plan: Plan,
     q: Tensor,
@@ -129,25 +148,22 @@ def forward(
     tile_states = torch.empty(kept, dtype=plan.state_dtype, device=v.device)
     inverses, ends = torch.empty(solved, **float32), torch.empty(through, **float32)
     grid, sizes = (plan.rows * plan.slices, plan.parts), plan.sizes(plan.segment)
-    options: dict[str, Any] = {"KEEP": keep, **plan.kinds, **plan.blocks.forward.options}
+    options: dict[str, Any] = {"KEEP": keep, "TILE": TILE, **plan.kinds, **plan.blocks.forward.options}
     starts, delta = state, plan.rule == "delta"
     if delta:
         _solve(plan, k, gates[0], flags, inverses)
         options["OUTPUT"] = True
         if plan.parts > 1:
             slices = triton.cdiv(shape.d + shape.m, plan.blocks.bd)
-            wy.forward[(plan.rows * slices, plan.parts)](
-                q, k, v, *_there(q, *gates, flags), inverses, q, y, q, ends, *sizes,
-                **options | {"OUTPUT": False, "KEEP": False}, START=False, TILE=TILE,
-            )  # fmt: skip
+            arguments = (q, k, v, *_there(q, *gates, flags), inverses, q, y, q, ends, *sizes)
+            unread = options | {"OUTPUT": False, "KEEP": False, "START": False}
+            run(wy.forward, (plan.rows * slices, plan.parts), arguments, **unread)
             starts = _scan_delta(plan, False, _start(end, state), ends, ends)
     elif plan.parts > 1:
         starts = _segments(plan, False, plan.parts, plan.segment, k, v, gates, flags, _start(end, state))
-    run, inputs = (wy.forward, [*gates, flags, inverses]) if delta else (tiled.forward, [*_pair(gates), flags])
-    run[grid](
-        q, k, v, *_there(q, *inputs, starts), y, *_there(q, tile_states), end,
-        *sizes, **options, START=starts is not None, TILE=TILE,
-    )  # fmt: skip
+    kernel, inputs = (wy.forward, [*gates, flags, inverses]) if delta else (tiled.forward, [*_pair(gates), flags])
+    arguments = (q, k, v, *_there(q, *inputs, starts), y, *_there(q, tile_states), end, *sizes)
+    run(kernel, grid, arguments, **options, START=starts is not None)
     return y, end, tile_states, inverses, ends
 
 
@@ -176,24 +192,19 @@ def backward(
     options: dict[str, Any] = {**plan.kinds, **plan.blocks.backward.options, "TILE": TILE}
     dends = dend
     if plan.rule == "delta":
+        inputs = (q, k, v, *_there(q, *gates, flags), inverses, tile_states, dy)
         if plan.parts > 1:
             sums = torch.empty(plan.rows, plan.parts, plan.shape.d, plan.shape.m, device=v.device)
-            wy.backward[(plan.rows * plan.slices, plan.parts - 1)](
-                q, k, v, *_there(q, *gates, flags), inverses, tile_states, dy, dend, dq, dk, dv, *dgates, sums,
-                *sizes, OUTPUT=False, **options,
-            )  # fmt: skip
+            shared = (*inputs, dend, dq, dk, dv, *dgates, sums, *sizes)
+            run(wy.backward, (plan.rows * plan.slices, plan.parts - 1), shared, OUTPUT=False, **options)
             dends = _scan_delta(plan, True, dend, through, sums)
-        wy.backward[grid](
-            q, k, v, *_there(q, *gates, flags), inverses, tile_states, dy, dends, dq, dk, dv, *dgates, dstart,
-            *sizes, OUTPUT=True, **options,
-        )  # fmt: skip
+        run(wy.backward, grid, (*inputs, dends, dq, dk, dv, *dgates, dstart, *sizes), OUTPUT=True, **options)
     else:
         if plan.back_parts > 1:
             dends = _segments(plan, True, plan.back_parts, plan.back_segment, q, dy, gates, flags, dend)
-        tiled.backward[grid](
-            q, k, v, *_there(q, *_pair(gates), flags), tile_states, dy, dends, dq, dk, dv,
-            *_there(q, *_pair(dgates)), dstart, *sizes, **options,
-        )  # fmt: skip
+        inputs = (q, k, v, *_there(q, *_pair(gates), flags), tile_states, dy)
+        outputs = (dq, dk, dv, *_there(q, *_pair(dgates)), dstart)
+        run(tiled.backward, grid, (*inputs, dends, *outputs, *sizes), **options)
     if plan.slices > 1:
         dq, dk, *first = [x.sum(0).to(like.dtype) for x, like in zip([dq, dk, *dgates[:1]], common, strict=True)]
         dgates[:1] = first
@@ -228,28 +239,24 @@ def _segments(
     """States at the segments' starts (back: gradients at their ends), [B*H,parts,d,m]."""
     sums = torch.empty(plan.rows, parts, plan.shape.d, plan.shape.m, dtype=torch.float32, device=a.device)
     kepts, states = torch.empty_like(sums), torch.empty_like(sums)
-    tiled.segment_sums[(plan.rows * plan.slices, parts - 1)](
-        a, b, *_there(a, *_pair(gates), flags), sums, kepts, *plan.sizes(segment), **plan.kinds,
-        BACK=back, TILE=SEGMENT_TILE, **plan.blocks.segments.options,
-    )  # fmt: skip
+    arguments = (a, b, *_there(a, *_pair(gates), flags), sums, kepts, *plan.sizes(segment))
+    options = {**plan.kinds, "BACK": back, "TILE": SEGMENT_TILE, **plan.blocks.segments.options}
+    run(tiled.segment_sums, (plan.rows * plan.slices, parts - 1), arguments, **options)
     size = plan.shape.d * plan.shape.m
-    tiled.scan_segments[(plan.rows, triton.cdiv(size, SCAN_BLOCK))](
-        boundary, sums, kepts, states, parts, size, BACK=back, BLOCK=SCAN_BLOCK
-    )
+    grid = (plan.rows, triton.cdiv(size, SCAN_BLOCK))
+    run(tiled.scan_segments, grid, (boundary, sums, kepts, states, parts, size), BACK=back, BLOCK=SCAN_BLOCK)
     return states
 
 
 def _solve(plan: Plan, k: Tensor, g: Tensor, flags: Tensor | None, inverses: Tensor) -> None:
     kinds = {name: plan.kinds[name] for name in ("FLAGS", "BM", "OPERAND", "PRECISION")}
-    wy.solve[(plan.rows, plan.tiles)](
-        k, *_there(k, g, flags), inverses, *plan.shape[2:5], TILE=TILE, **kinds, num_warps=1
-    )  # fmt: skip
+    arguments = (k, *_there(k, g, flags), inverses, *plan.shape[2:5])
+    run(wy.solve, (plan.rows, plan.tiles), arguments, TILE=TILE, **kinds, num_warps=1)
 
 
 def _scan_delta(plan: Plan, back: bool, boundary: Tensor, through: Tensor, sums: Tensor) -> Tensor:
     states = torch.empty(plan.rows, plan.parts, plan.shape.d, plan.shape.m, dtype=torch.float32, device=sums.device)
-    wy.scan_segments[(plan.rows * plan.slices,)](
-        boundary, through, sums, states, plan.parts, plan.shape.m, plan.shape.d,
-        BACK=back, BM=plan.blocks.bm, BD=plan.blocks.bd, PRECISION="tf32x3",
-    )  # fmt: skip
+    arguments = (boundary, through, sums, states, plan.parts, plan.shape.m, plan.shape.d)
+    kinds = {"BACK": back, "BM": plan.blocks.bm, "BD": plan.blocks.bd, "PRECISION": "tf32x3"}
+    run(wy.scan_segments, (plan.rows * plan.slices,), arguments, **kinds)
     return states

@@ -1,0 +1,118 @@
+"""Fills the tables of docs/speed.md from the results, so that no figure there is typed by hand.
+
+python benchmarks/speed_page.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs/speed.md"
+
+
+def filled(page: str) -> str:
+    """The page with what stands between `<!-- name -->` and `<!-- end -->` made anew."""
+    kernels, models = (_result(name)["parts"] for name in ("gpu_kernels", "gpu_models"))
+    tables = {
+        "operations": _operations(kernels["kernels"]),
+        "parts": _parts(kernels["kernels"]["profiles"]),
+        "precision": _precision(kernels["precision"]["cases"]),
+        "training": _training(models["training"]["models"]),
+        "decode": _decode(models["decode"]),
+        "cpu": _cpu(_result("decode_cpu")),
+    }
+
+    def table(match: re.Match[str]) -> str:
+        return f"<!-- {match[1]} -->\n{tables[match[1]]}\n<!-- end -->"
+
+    return re.sub(r"<!-- (\w+) -->\n.*?<!-- end -->", table, page, flags=re.DOTALL)
+
+
+def _result(name: str) -> dict[str, Any]:
+    return json.loads((ROOT / f"results/{name}.json").read_text())
+
+
+def _operations(part: dict[str, Any]) -> str:
+    """One line an operation, three lengths side by side: on the device alone, and with Python's launches."""
+    shapes = list(dict.fromkeys(row["shape"] for row in part["peers"]))
+    lines = [["", "m", *(shape.split(", H")[0] for shape in shapes), "peak MiB"]]
+    names = dict.fromkeys((row["rule"], row["m"]) for row in part["ops"])
+    for rule, m in names:
+        rows = {row["shape"]: row for row in part["ops"] if (row["rule"], row["m"]) == (rule, m)}
+        cells = [_times(rows.get(shape, {}), "graph ") for shape in shapes]
+        lines.append([rule, str(m), *cells, _peak(rows[shapes[0]])])
+    rows = {row["shape"]: row for row in part["ops"] if (row["rule"], row["m"]) == ("decay", 32)}
+    lines.append(["decay, launched from Python", "32", *(_times(rows.get(shape, {}), "") for shape in shapes), ""])
+    peers = {row["shape"]: row for row in part["peers"]}
+    lines.append(
+        ["attention (torch SDPA, flash)", "", *(_times(peers[s], "") for s in shapes), _peak(peers[shapes[0]])]
+    )
+    return _markdown(lines)
+
+
+def _times(row: dict[str, Any], way: str) -> str:
+    keys = [f"{way}forward ms", f"{way}forward+backward ms"]
+    return ", ".join(f"{row[key]:.3f}" for key in keys) if keys[1] in row else "–"
+
+
+def _peak(row: dict[str, Any]) -> str:
+    return f"{row['peak extra MiB']:.0f}" if "peak extra MiB" in row else "–"
+
+
+def _parts(profiles: dict[str, Any]) -> str:
+    names = ["forward", "backward", "segment_sums", "scan_segments"]
+    lines = [["µs of forward + backward", *names]]
+    for shape, rows in profiles.items():
+        found = {row["kernel"]: row["us"] for row in rows}
+        lines.append([shape.split(", H")[0], *(f"{found.get(name, 0):.0f}" for name in names)])
+    return _markdown(lines)
+
+
+def _precision(cases: list[dict[str, Any]]) -> str:
+    """The worst of the three shapes."""
+    names = list(cases[0]["errors"])
+    lines = [["dtype", "gate bias", *names]]
+    for dtype, bias in dict.fromkeys((case["dtype"], case["bias"]) for case in cases):
+        errors = [case["errors"] for case in cases if (case["dtype"], case["bias"]) == (dtype, bias)]
+        lines.append([dtype, f"{bias:+g}", *(f"{max(error[name] for error in errors):.1e}" for name in names)])
+    return _markdown(lines)
+
+
+def _training(models: dict[str, Any]) -> str:
+    lines = [["", "tokens/s", "ms a step", "peak GiB", "parameters"]]
+    for name, row in models.items():
+        step, peak = row["ms a step"]["median"], row["peak MiB"] / 1024
+        lines.append([name, f"{row['tokens/s']:,.0f}", f"{step:.1f}", f"{peak:.1f}", f"{row['parameters']:,}"])
+    return _markdown(lines)
+
+
+def _decode(part: dict[str, Any]) -> str:
+    lines = [["", "batch", "context", "ms a step", "tokens/s", "times the floor"]]
+    for name, rows in (("decay", part["decay"]), ("attention", part["attention"])):
+        for row in sorted(rows, key=lambda row: (row["batch"], row["context"])):
+            if "ms" in row:
+                floor = f"{row['times the floor']:.1f}" if "times the floor" in row else "–"
+                cells = [f"{row['batch']}", f"{row['context']:,}", f"{row['ms']:.2f}", f"{row['tokens/s']:,.0f}", floor]
+                lines.append([name, *cells])
+    return _markdown(lines)
+
+
+def _cpu(result: dict[str, Any]) -> str:
+    lines = [["tokens before", "attention", "engine", "ratio"]]
+    for row in result["points"]:
+        base, engine = row["attention"], row["engine"]
+        lines.append([f"{row['length']:,}", f"{1e3 * base:.2f} ms", f"{1e3 * engine:.2f} ms", f"{engine / base:.2f}"])
+    return _markdown(lines)
+
+
+def _markdown(lines: list[list[str]]) -> str:
+    head, *rows = ["| " + " | ".join(cells) + " |" for cells in lines]
+    return "\n".join([head, "|" + "---|" * len(lines[0]), *rows])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(filled(PAGE.read_text()))
