@@ -251,7 +251,7 @@ def _segments(
 def _solve(plan: Plan, k: Tensor, g: Tensor, flags: Tensor | None, inverses: Tensor) -> None:
     kinds = {name: plan.kinds[name] for name in ("FLAGS", "BM", "OPERAND", "PRECISION")}
     arguments = (k, *_there(k, g, flags), inverses, *plan.shape[2:5])
-    run(wy.solve, (plan.rows, plan.tiles), arguments, TILE=TILE, **kinds, num_warps=1)
+    run(wy.solve, (plan.rows * plan.tiles,), arguments, TILE=TILE, **kinds, num_warps=1)
 
 
 def _scan_delta(plan: Plan, back: bool, boundary: Tensor, through: Tensor, sums: Tensor) -> Tensor:

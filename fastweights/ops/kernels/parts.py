@@ -47,6 +47,17 @@ def aligned(n, ALIGN: tl.constexpr):
 
 
 @triton.jit
+def place(rows, m, heads, length, BM: tl.constexpr, BD: tl.constexpr):
+    """Which head and slice of the state's rows a program has, where the head's sequence begins, and its numbers of the
+    state: columns, rows, offsets and which of them there are."""
+    slices = tl.cdiv(rows, BD)
+    head, slice = tl.program_id(0) // slices, tl.program_id(0) % slices
+    mi, di = tl.arange(0, BM), slice * BD + tl.arange(0, BD)
+    inside = (di < rows)[:, None] & (mi < m)[None, :]
+    return head, slice, (head // heads).to(tl.int64) * length, mi, di, di[:, None] * m + mi[None, :], inside
+
+
+@triton.jit
 def read(x, i, real, heads, columns, width):
     """Numbers of some tokens in float32; zeros where there is no token or no column. x points to token i = 0."""
     there = real[:, None] & (columns < width)[None, :]

@@ -22,6 +22,7 @@ from fastweights.ops.kernels.parts import (
     exact_product,
     log2_gate,
     narrowed,
+    place,
     product,
     read,
     read_flags,
@@ -63,19 +64,8 @@ def forward(
     """y, the state at the end, and (KEEP) the states at the tiles' starts.
     SHARE: the rule writes (1 - g) v k^T."""
     m, d = aligned(m, M_ALIGN), aligned(d, D_ALIGN)
-    slices = tl.cdiv(d, BD)
-    head, slice, part, parts = (
-        tl.program_id(0) // slices,
-        tl.program_id(0) % slices,
-        tl.program_id(1),
-        tl.num_programs(1),
-    )
-    row = (head // heads).to(tl.int64) * length
-    i = tl.arange(0, TILE)
-    mi, di = tl.arange(0, BM), slice * BD + tl.arange(0, BD)
-    cells = di[:, None] * m + mi[None, :]
-    inside = (di < d)[:, None] & (mi < m)[None, :]
-    tiles = tl.cdiv(length, TILE)
+    head, _slice, row, mi, di, cells, inside = place(d, m, heads, length, BM, BD)
+    part, parts, i, tiles = tl.program_id(1), tl.num_programs(1), tl.arange(0, TILE), tl.cdiv(length, TILE)
     S = tl.zeros([BD, BM], tl.float32)
     if START:
         S = tl.load(starts + (head * parts + part).to(tl.int64) * d * m + cells, mask=inside, other=0.0)
@@ -134,19 +124,8 @@ def backward(
     """Gradients of the inputs and of the state at the start. `sliced` is the size of dq: where d is cut into slices,
     each writes its own share of dq, dk and df."""
     m, d = aligned(m, M_ALIGN), aligned(d, D_ALIGN)
-    slices = tl.cdiv(d, BD)
-    head, slice, part, parts = (
-        tl.program_id(0) // slices,
-        tl.program_id(0) % slices,
-        tl.program_id(1),
-        tl.num_programs(1),
-    )
-    row = (head // heads).to(tl.int64) * length
-    i = tl.arange(0, TILE)
-    mi, di = tl.arange(0, BM), slice * BD + tl.arange(0, BD)
-    cells = di[:, None] * m + mi[None, :]
-    inside = (di < d)[:, None] & (mi < m)[None, :]
-    tiles = tl.cdiv(length, TILE)
+    head, slice, row, mi, di, cells, inside = place(d, m, heads, length, BM, BD)
+    part, parts, i, tiles = tl.program_id(1), tl.num_programs(1), tl.arange(0, TILE), tl.cdiv(length, TILE)
     mine = slice.to(tl.int64) * sliced
     dq, dk = dq + mine, dk + mine
     if F_WIDTH > 0:
@@ -248,13 +227,9 @@ def segment_sums(
     happens to them until its end; or (BACK) queries a and gradients b with what happened since its start. Nothing here
     is divided by a gate, so a tile is as long as one likes. The last segment's (BACK: the first's) is not needed."""
     m, d = aligned(m, M_ALIGN), aligned(d, D_ALIGN)
-    slices = tl.cdiv(d, BD)
-    head, slice, part = tl.program_id(0) // slices, tl.program_id(0) % slices, tl.program_id(1)
-    parts = tl.num_programs(1) + 1
+    head, _slice, row, mi, di, cells, inside = place(d, m, heads, length, BM, BD)
+    part, parts, i = tl.program_id(1), tl.num_programs(1) + 1, tl.arange(0, TILE)
     part = part + 1 if BACK else part
-    row = (head // heads).to(tl.int64) * length
-    i = tl.arange(0, TILE)
-    mi, di = tl.arange(0, BM), slice * BD + tl.arange(0, BD)
     S = tl.zeros([BD, BM], tl.float32)
     whole = tl.zeros([BD, BM], tl.float32)
     others = (below(TILE, 0) if BACK else tl.trans(below(TILE, 1))).to(tl.float32)
@@ -287,8 +262,7 @@ def segment_sums(
             kept = tl.where(last == 0, kept, 0.0)
         whole += log_kept
         S = S * kept + product(tl.trans(bt), at, OPERAND, PRECISION)
-    cells = (head * parts + part).to(tl.int64) * d * m + di[:, None] * m + mi[None, :]
-    inside = (di < d)[:, None] & (mi < m)[None, :]
+    cells += (head * parts + part).to(tl.int64) * d * m
     tl.store(sums + cells, S, mask=inside)
     tl.store(kepts + cells, tl.exp2(whole), mask=inside)
 

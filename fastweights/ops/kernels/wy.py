@@ -19,6 +19,7 @@ from fastweights.ops.kernels.parts import (
     below,
     document_masks,
     narrowed,
+    place,
     product,
     read,
     read_flags,
@@ -51,7 +52,8 @@ def solve(
 ):  # fmt: skip
     """(I + strictly lower(g K K^T))^-1 - I of every tile, row by row: stable where a series of powers is not. The I is
     left out, so that what it multiplies is not rounded."""
-    head, tile = tl.program_id(0), tl.program_id(1)
+    tiles = tl.cdiv(length, TILE)
+    head, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     row = (head // heads).to(tl.int64) * length
     i, begin = tl.arange(0, TILE), tile * TILE
     here = (row + begin) * heads + head % heads
@@ -66,7 +68,7 @@ def solve(
         weights = tl.sum(tl.where((i == n)[None, :], columns, 0.0), 1)
         rows += tl.where((i == n)[:, None], tl.sum(weights[:, None] * rows, 0)[None, :], 0.0)
     cells = i[:, None] * TILE + i[None, :]
-    at_tile = (head.to(tl.int64) * tl.num_programs(1) + tile) * TILE * TILE
+    at_tile = tl.program_id(0).to(tl.int64) * TILE * TILE
     tl.store(inverses + at_tile + cells, rows)
 
 
@@ -82,18 +84,8 @@ def forward(
     P as m more rows of the state."""
     m, d = aligned(m, M_ALIGN), aligned(d, D_ALIGN)
     rows = d if OUTPUT else d + m
-    slices = tl.cdiv(rows, BD)
-    head, slice, part, parts = (
-        tl.program_id(0) // slices,
-        tl.program_id(0) % slices,
-        tl.program_id(1),
-        tl.num_programs(1),
-    )
-    row = (head // heads).to(tl.int64) * length
-    i, mi, di = tl.arange(0, TILE), tl.arange(0, BM), slice * BD + tl.arange(0, BD)
-    cells = di[:, None] * m + mi[None, :]
-    inside = (di < rows)[:, None] & (mi < m)[None, :]
-    tiles = tl.cdiv(length, TILE)
+    head, _slice, row, mi, di, cells, inside = place(rows, m, heads, length, BM, BD)
+    part, parts, i, tiles = tl.program_id(1), tl.num_programs(1), tl.arange(0, TILE), tl.cdiv(length, TILE)
     S = tl.zeros([BD, BM], tl.float32)
     if START:
         S = tl.load(starts + (head * parts + part).to(tl.int64) * d * m + cells, mask=inside, other=0.0)
@@ -139,14 +131,10 @@ def backward(
     """Gradients of the inputs and of the state at the start. Without OUTPUT: only what each segment but the first adds
     to the gradient of the state that goes through it backwards. `sliced` is the size of dq, as in tiled.py."""
     m, d = aligned(m, M_ALIGN), aligned(d, D_ALIGN)
-    slices = tl.cdiv(d, BD)
-    head, slice, part = tl.program_id(0) // slices, tl.program_id(0) % slices, tl.program_id(1)
-    parts = tl.num_programs(1) if OUTPUT else tl.num_programs(1) + 1
-    part = part if OUTPUT else part + 1
-    row = (head // heads).to(tl.int64) * length
-    i, mi, di = tl.arange(0, TILE), tl.arange(0, BM), slice * BD + tl.arange(0, BD)
-    cells = di[:, None] * m + mi[None, :]
-    inside = (di < d)[:, None] & (mi < m)[None, :]
+    head, slice, row, mi, di, cells, inside = place(d, m, heads, length, BM, BD)
+    part, parts, i = tl.program_id(1), tl.num_programs(1), tl.arange(0, TILE)
+    if not OUTPUT:
+        part, parts = part + 1, parts + 1
     at_part = (head * parts + part).to(tl.int64) * d * m
     tiles = tl.cdiv(length, TILE)
     mine = slice.to(tl.int64) * sliced
@@ -209,11 +197,9 @@ def scan_segments(
 ):  # fmt: skip
     """The state at each segment's start; or (BACK) its gradient at each segment's end. `ends` holds the segments' P
     after d rows; what a segment adds is there before it, or (BACK) in `sums`."""
-    slices = tl.cdiv(d, BD)
-    head, slice = (tl.program_id(0) // slices).to(tl.int64), tl.program_id(0) % slices
-    mi, di = tl.arange(0, BM), slice * BD + tl.arange(0, BD)
-    cells, square = di[:, None] * m + mi[None, :], mi[:, None] * m + mi[None, :]
-    inside, in_square = (di < d)[:, None] & (mi < m)[None, :], (mi < m)[:, None] & (mi < m)[None, :]
+    head, _slice, _row, mi, _di, cells, inside = place(d, m, 1, 0, BM, BD)
+    head = head.to(tl.int64)
+    square, in_square = mi[:, None] * m + mi[None, :], (mi < m)[:, None] & (mi < m)[None, :]
     S = tl.load(boundary + head * d * m + cells, mask=inside, other=0.0)
     for n in range(parts - 1):
         here = head * parts + (parts - 1 - n if BACK else n)
