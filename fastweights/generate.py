@@ -153,14 +153,21 @@ class Engine:
         count = len(prompts)
         sampling = Sampling() if sampling is None else sampling
         one_for_all = isinstance(sampling, Sampling)
+        if isinstance(max_new_tokens, float):
+            raise ConfigError(f"max_new_tokens must be a whole number, found {max_new_tokens}")
         limits = [max_new_tokens] * count if isinstance(max_new_tokens, int) else list(max_new_tokens)
         samplings = [sampling] * count if isinstance(sampling, Sampling) else list(sampling)
         given = [None] * count if states is None else list(states)
+        shared = [state for state in given if state is not None]
+        if len({id(state) for state in shared}) < len(shared):
+            raise ConfigError("one state is given to two prompts, and would be advanced twice: states=[s.fork(), ...]")
         for name, values in (("max_new_tokens", limits), ("sampling", samplings), ("states", given)):
             if len(values) != count:
                 raise ConfigError(f"{name} must be one for all or one for each of {count} prompts, found {len(values)}")
         sequences = []
         for i, (prompt, limit, chosen, state) in enumerate(zip(prompts, limits, samplings, given, strict=True)):
+            if isinstance(prompt, str):
+                raise ConfigError(f"prompts[{i}] is a text: give its tokens, tokenizer(text).input_ids")
             ids = self._check_prompt(i, torch.as_tensor(prompt), limit, state)
             drawn = int(torch.randint(2**62, ())) if chosen.seed is None and not chosen.greedy else 0
             seed = drawn if chosen.seed is None else chosen.seed + (i if one_for_all else 0)

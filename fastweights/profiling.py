@@ -172,11 +172,11 @@ def _position_table(model: Any) -> Any:
 
 
 def _contender(model: Any, length: int, batch: int) -> Contender:
-    """A model that has read `length` random tokens, and goes on by one: on a GPU with the engine's step, if it has one
-    for the model, and else with the model's own forward."""
+    """A model that has read `length` random tokens, and goes on by one: as `fastweights generate` would, with the
+    engine's step where it has one for the model, and else with the model's own forward."""
     cache, token = _cache_after(model, length, batch), _random_tokens(model, batch, 1)
     kept, attends = kept_bytes(cache), not isinstance(cache, FastWeightsCache) or bool(cache.kept)
-    if model.device.type == "cuda" and not attends:
+    if not attends:
         stepper = make_stepper(model, batch)
         if stepper.static:
             return Contender(_engine_step(stepper, cache, token), kept, attends, is_engine=True)

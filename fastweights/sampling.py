@@ -41,7 +41,9 @@ class Chooser:
     def __init__(self, batch: int, vocabulary: int, device: torch.device) -> None:
         self.vocabulary = vocabulary
         self.samples = torch.zeros(batch, dtype=torch.bool, device=device)
-        self.temperature, self.top_p, self.penalty = (torch.ones(batch, device=device) for _ in range(3))
+        self.temperature, self.top_p, self.penalty = (
+            torch.ones(batch, dtype=torch.float32, device=device) for _ in range(3)
+        )
         self.top_k = torch.full((batch,), vocabulary, dtype=torch.long, device=device)
         self.key = torch.zeros_like(self.top_k)
         self.ids = _mixed(torch.arange(vocabulary, device=device))

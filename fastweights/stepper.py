@@ -163,9 +163,7 @@ class _Angles:
             raise Unusual
         self.frequencies: Tensor = getattr(rotary, f"{prefix}inv_freq").float().to(model.device)
         self.scaling: float = getattr(rotary, f"{prefix}attention_scaling")
-        self.angle, self.cos, self.sin = (
-            torch.zeros(batch, len(self.frequencies), device=model.device) for _ in range(3)
-        )
+        self.angle, self.cos, self.sin = (self.frequencies.new_zeros(batch, len(self.frequencies)) for _ in range(3))
 
     def turn(self, positions: Tensor) -> None:
         torch.mul(positions[:, None], self.frequencies, out=self.angle)

@@ -380,3 +380,15 @@ def test_the_gpus_tokens_are_the_cpus(family: str, graph: bool) -> None:
         engine = fw.Engine(model.cuda(), 2, graph=graph)
         assert [engine.generate(prompts, 9, sampling) for sampling in asked] == expected
         assert fw.Engine(model, 20, graph=graph).generate(prompts, 9) == expected[0], "another tile of rows"
+
+
+def test_what_the_engine_refuses() -> None:
+    model = fw.convert(pretrained("llama"), fw.FastWeightsConfig(rule="decay", m=4))
+    engine, state = fw.Engine(model, 2), fw.FastWeightsCache(model.config)
+    for match, arguments in (
+        ("prompts\\[0\\] is a text.*input_ids", dict(prompts=["a text"])),
+        ("whole number, found 2.0", dict(prompts=[[5]], max_new_tokens=2.0)),
+        ("one state is given to two.*fork", dict(prompts=[[5], [7]], states=[state, state])),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            engine.generate(**arguments)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@ poisoned first. Without a GPU they run under Triton's interpreter; the same test
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -15,10 +16,12 @@ import torch
 from relative_error import CASES, assert_all_close, case_name, op_flags, op_inputs, run_op, run_with_gradients
 
 from fastweights import ops
+from fastweights.ops import device
 from fastweights.rules import RULES
 
 pytest.importorskip("triton")
 from fastweights.ops.kernels import _plan, launch, rule_op, tiled, wy
+from fastweights.ops.kernels.parts import SIZES as CHANGING_SIZES
 
 # the interpreter computes masked pairs too, whose running products may overflow
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -101,6 +104,26 @@ def test_half_precision(rule: str, dtype: torch.dtype) -> None:
     check(rule, {}, dtype, T=40, H=1, m=20, d=18, low=-1.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rule", ["add", "gated", "delta"])
+def test_normalised_in_half_precision(rule: str, dtype: torch.dtype) -> None:
+    """Divided before it is rounded: sums of keys leave float16's range."""
+    inputs = op_inputs(rule, T=40, H=1, m=16, d=18, normalize=True, state=False)
+    inputs |= {name: 200 * inputs[name] for name in "q" if rule != "delta"}
+    inputs = {name: x.to(DEVICE, dtype) for name, x in inputs.items()}
+    y, _ = run_op(rule, inputs, backend="triton", normalize=True)
+    expected, _ = run_op(rule, {name: x.double() for name, x in inputs.items()}, backend="loop", normalize=True)
+    assert_all_close({"y": y}, {"y": expected}, LIMITS[dtype])
+
+
+@pytest.mark.parametrize("gate", ["f_logit", "z_logit"])
+def test_a_gate_that_is_not_a_number_is_seen(gate: str) -> None:
+    inputs = {name: x.to(DEVICE) for name, x in op_inputs("decay", T=20, H=1).items()}
+    inputs[gate][:, 3] = math.nan
+    y, _ = run_op("decay", inputs, backend="triton")
+    assert y[:, 4:].isnan().any()
+
+
 @pytest.mark.parametrize(("low", "high"), [(-30.0, -9.0), (-10.0, -10.0), (9.0, 20.0), (-12.0, 12.0)])
 @pytest.mark.parametrize("rule", ["gated", "decay"])
 def test_extreme_gates(rule: str, low: float, high: float) -> None:
@@ -136,7 +159,7 @@ def test_torch_knows_the_operators(rule: str, processors: Any) -> None:
     for x in (*inputs.values(), *gates):
         x.requires_grad_()
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    arguments = (rule, inputs["q"], inputs["k"], inputs["v"], gates, None, inputs["state"], True)
+    arguments = (rule, inputs["q"], inputs["k"], inputs["v"], gates, None, inputs["state"], True, False)
     torch.library.opcheck(rule_op, arguments, test_utils=checks)
 
 
@@ -210,6 +233,34 @@ def test_constants_come_last() -> None:
     for kernel in (*every, wy.forward, wy.backward, wy.solve, wy.scan_segments):
         constant = [name.isupper() for name in kernel.arg_names]
         assert constant == sorted(constant) and any(constant)
+        numbers = kernel.arg_names[kernel.arg_names.index("length" if "length" in kernel.arg_names else "parts") :]
+        assert {name for name in numbers if name.islower()} <= set(CHANGING_SIZES), (
+            "Triton would compile for such a number"
+        )
+
+
+@every_rule
+def test_compiles_once_for_all_lengths(rule: str, processors: Any) -> None:
+    processors(3)
+    torch.compiler.reset()
+
+    def both(**tensors: Any) -> Any:
+        y, state = run_op(rule, tensors, backend="triton")
+        return y.sin().sum() + state.sin().sum()
+
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager", dynamic=True)
+    for T in (20, 140, 300):
+        inputs = {name: x.to(DEVICE).requires_grad_() for name, x in op_inputs(rule, B=1, T=T, H=1, m=4, d=3).items()}
+        eager, again = (torch.autograd.grad(f(**inputs), list(inputs.values())) for f in (both, compiled))
+        for a, b in zip(eager, again, strict=True):
+            torch.testing.assert_close(b, a)
+
+
+def test_a_text_of_two_million_tokens_can_be_launched() -> None:
+    """A grid's second dimension ends at 65535."""
+    for rule in RULES:
+        plan = launch.Plan(launch.Shape(rule, 1, 2**21, 1, 4, 3, torch.float32, False, torch.device(DEVICE)))
+        assert max(plan.parts, plan.back_parts) <= 65535
 
 
 # --- which backend runs
@@ -232,7 +283,13 @@ def test_triton_says_what_keeps_it_from_running(monkeypatch: pytest.MonkeyPatch)
         run_op("add", op_inputs("add", dtype=torch.float64), backend="triton")
     with pytest.raises(ValueError, match="m up to 128, found 129"):
         run_op("add", op_inputs("add", m=129), backend="triton")
-    monkeypatch.setattr(ops, "TRITON_INSTALLED", False)
+    for nothing in (dict(B=0), dict(d=0)):
+        with pytest.raises(ValueError, match="nothing to compute"):
+            run_op("add", op_inputs("add", **nothing), backend="triton")
+        run_op("add", op_inputs("add", **nothing))
+    with pytest.raises(ValueError, match="gated takes 1 gate logits \\(g\\), found 0"):
+        ops.apply("gated", *(op_inputs("add")[name] for name in "qkv"), ())
+    monkeypatch.setattr(device, "TRITON_INSTALLED", False)
     with pytest.raises(ValueError, match=r"not installed.*fastweights\[gpu\]"):
         run_op("add", op_inputs("add"), backend="triton")
 

@@ -66,7 +66,7 @@ def test_a_long_text_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_models_take_turns() -> None:
-    models = {"a": pretrained("llama"), "b": converted("llama")}
+    models = {"a": pretrained("llama"), "b": converted("llama", layers=(0,))}  # both by their own forward
     turns: list[str] = []
     for name, model in models.items():
         model.register_forward_pre_hook(lambda _, args, name=name: turns.append(name))
@@ -127,7 +127,8 @@ def test_the_peak_is_what_is_kept_and_what_a_token_needs() -> None:
     for entry in cost(models, (10, 200))["models"]:
         needs = [point["peak_bytes"] - point["bytes"] for point in entry["points"]]
         # a cache that grows by copying would need as much again as it keeps
-        assert 0 < needs[0] <= needs[1] < 2 * needs[0] and entry["how"] == "eager"
+        assert 0 < needs[0] <= needs[1] < 2 * needs[0]
+        assert entry["how"] == ("engine" if entry["converted"] else "eager")
 
 
 def test_texts_side_by_side() -> None:

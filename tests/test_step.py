@@ -33,7 +33,7 @@ SIZES = [(2, 3, 2, 5, 7), (1, 1, 1, 1, 1), (3, 2, 1, 70, 3), (1, 2, 3, 16, 33), 
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs programs one by one: large tiles, as if there were few multiprocessors."""
     if DEVICE == "cpu":
-        monkeypatch.setattr("fastweights.ops.linear.MULTIPROCESSORS", 2)
+        monkeypatch.setattr("fastweights.ops.linear.multiprocessors", lambda _: 2)
 
 
 def numbers(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
@@ -183,17 +183,31 @@ def test_a_linear_layer_and_what_stands_around_it(case: tuple[Any, ...], rows: i
 @needs_triton
 @pytest.mark.parametrize("rows", [1, 2, 16, 17, 32, 256])
 @pytest.mark.parametrize(("columns", "k"), [(1, 1), (576, 1536), (2016, 576), (49152, 576), (4096, 14336)])
-def test_tiles_are_what_tensor_cores_and_memory_allow(rows: int, columns: int, k: int) -> None:
+@pytest.mark.parametrize(("processors", "shared"), [(132, 227 * 1024), (58, 99 * 1024)], ids=["H100", "L4"])
+def test_tiles_are_what_tensor_cores_and_memory_allow(
+    rows: int, columns: int, k: int, processors: int, shared: int
+) -> None:
     for gated, dtype in ((False, torch.bfloat16), (True, torch.float32)):
-        row_tile, column_tile, block_k, warps = tiles(rows, columns, k, gated, dtype)
+        row_tile, column_tile, block_k, warps = tiles(rows, columns, k, gated, dtype, processors, shared)
         if rows == 1:
             assert row_tile == 1 and block_k >= k
             assert block_k * column_tile * (2 if gated else 1) <= max(8192, 2 * block_k)
         else:
             assert min(row_tile, column_tile, block_k) >= 16 and row_tile < 2 * max(rows, 16)
-            shared = 4 * block_k * (row_tile + column_tile * (2 if gated else 1)) * dtype.itemsize
-            assert shared <= 227 * 1024, "four stages of a tile in the shared memory of one multiprocessor"
+            needed = 4 * block_k * (row_tile + column_tile * (2 if gated else 1)) * dtype.itemsize
+            assert needed <= 0.75 * shared, "four stages of a tile in the shared memory of one program"
         assert warps in (4, 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 2, 21])
+@pytest.mark.parametrize("way", WAYS[1:])
+def test_a_linear_kernel_in_half_precision(way: str, rows: int, dtype: torch.dtype) -> None:
+    norm = Norm(numbers(40, seed=1).to(DEVICE, dtype), None, 1e-6, centred=False)
+    weight, x = numbers(2 * 18, 40, seed=2, scale=0.2).to(DEVICE, dtype), numbers(rows, 40, seed=3).to(DEVICE, dtype)
+    found = Linear(weight, None, norm, "silu", gated=True, kernel=True)(x, torch.full_like(x[:, :18], math.nan))
+    gate, y = (F.rms_norm(x.double(), (40,), norm.weight.double(), 1e-6) @ weight.double().T).chunk(2, dim=-1)
+    assert_close("out", found.cpu(), (F.silu(gate) * y).cpu(), 1e-2 if dtype == torch.bfloat16 else 2e-3)
 
 
 STEPPERS = [

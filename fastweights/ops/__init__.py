@@ -8,8 +8,7 @@ normalize=True divides by the rule's normaliser, which is then the last row of t
 
 from __future__ import annotations
 
-import importlib.util
-import os
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,22 +17,22 @@ import torch
 from torch import Tensor
 
 from fastweights.ops.chunked import chunked
+from fastweights.ops.device import obstacle
 from fastweights.rules import RULES, loop
 from fastweights.rules.normalizer import divide, join_state, split_state, with_ones
 
 __all__ = ["BACKENDS", "add", "apply", "decay", "delta", "gated", "use_backend"]
 
 
-def _triton(*args: Any) -> tuple[Tensor, Tensor]:
+def _triton(*args: Any, wide: bool = False) -> tuple[Tensor, Tensor]:
     # imported when first used: Triton is an extra, and takes a while
     from fastweights.ops.kernels import kernels
 
-    return kernels(*args)
+    return kernels(*args, wide=wide)
 
 
 BACKENDS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"loop": loop, "chunked": chunked, "triton": _triton}
 WIDEST_M = 128
-TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 _override: list[str] = []
 
 
@@ -127,12 +126,14 @@ def apply(
     _check(name, q, k, v, gate_logits, state, normalize, mask, reset)
     backend = _choose(_override[-1] if _override else backend, q, k, v)
     dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
-    inputs = [q, k, v, *gate_logits]
+    inputs, run = [q, k, v, *gate_logits], BACKENDS[backend]
     if backend != "triton":  # the kernels read what they get and round inside
         inputs = [x.to(dtype) for x in inputs]
+    elif normalize:  # what is divided is not rounded before
+        run = functools.partial(run, wide=True)
     state = None if state is None else state.to(dtype)
     with torch.autocast(v.device.type, enabled=False):
-        y, state = _run(name, BACKENDS[backend], normalize, inputs, state, mask, reset)
+        y, state = _run(name, run, normalize, inputs, state, mask, reset)
     return y.to(v.dtype), state
 
 
@@ -170,19 +171,11 @@ def _check_backend(backend: str) -> None:
 
 def _obstacle(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Why the Triton kernels cannot run on these tensors."""
-    if v.device.type != "cuda" and not _interpreted():
-        return f"it needs a CUDA device, and the tensors are on {v.device.type}"
-    if not TRITON_INSTALLED:
-        return "Triton is not installed (pip install 'fastweights[gpu]')"
     if k.shape[-1] > WIDEST_M:
         return f"it has states of m up to {WIDEST_M}, found {k.shape[-1]}"
-    unknown = {x.dtype for x in (q, k, v)} - {torch.float32, torch.bfloat16, torch.float16}
-    return f"it computes in float32, bfloat16 or float16, found {unknown.pop()}" if unknown else None
-
-
-def _interpreted() -> bool:
-    """Triton's interpreter runs kernels on the CPU; slow, so `auto` never means it."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    if not (k.numel() and v.numel()):
+        return f"there is nothing to compute, found k {list(k.shape)} and v {list(v.shape)}"
+    return obstacle(v.device, q.dtype, k.dtype, v.dtype, interpreter=True)
 
 
 def _check(name, q, k, v, gate_logits, state, normalize, mask, reset) -> None:
@@ -201,13 +194,20 @@ def _check(name, q, k, v, gate_logits, state, normalize, mask, reset) -> None:
     (batch, length, heads, m), d = k.shape, v.shape[-1]
     widths = {"m": (m,), "d": (d,), "1": ()}
     expected: dict[str, tuple] = {"q": (q, (batch, length, q.shape[2], m)), "v": (v, (batch, length, heads, d))}
-    for (gate, width), logit in zip(RULES[name].gates.items(), gate_logits, strict=True):
+    gates = RULES[name].gates
+    if len(gate_logits) != len(gates):
+        raise ValueError(
+            f"{name} takes {len(gates)} gate logits ({', '.join(gates) or 'none'}), found {len(gate_logits)}"
+        )
+    for (gate, width), logit in zip(gates.items(), gate_logits, strict=True):
         expected[f"{gate}_logit"] = (logit, (batch, length, heads, *widths[width]))
     expected["state"] = (state, (batch, heads, d + normalize, m))
     expected |= {"mask": (mask, (batch, length)), "reset": (reset, (batch, length))}
     for argument, (tensor, shape) in expected.items():
         if tensor is not None and tuple(tensor.shape) != shape:
             raise ValueError(f"{name}: {argument} must be {list(shape)}, found {list(tensor.shape)}")
+        if tensor is not None and tensor.device != k.device:
+            raise ValueError(f"{name}: {argument} is on {tensor.device} and k on {k.device}: move them to one device")
     for argument, tensor in (("mask", mask), ("reset", reset)):
         if tensor is not None and tensor.dtype != torch.bool:
             raise ValueError(f"{name}: {argument} must be a bool tensor, found {tensor.dtype}")

@@ -14,9 +14,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fastweights.rules import base, normalizer
+from fastweights.ops.kernels.parts import FLOOR, product
+from fastweights.rules import normalizer
 
-FLOOR = tl.constexpr(base.MIN_GATE_LOGIT)
 SMALLEST_DIVISOR = tl.constexpr(normalizer.SMALLEST_DIVISOR)
 
 
@@ -36,7 +36,7 @@ def _activate(x, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "gelu":
         x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif ACTIVATION == "relu":
-        x = tl.maximum(x, 0.0)
+        x = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
     return x
 
 
@@ -112,12 +112,9 @@ def linear_kernel(
                 sums2 += wide * wide
                 if NORM == "layer":
                     sums += wide
-            values = values.to(OPERAND)
-            w = tl.load(first[None, :] + at[:, None], tile, 0.0).to(OPERAND)
-            acc = tl.dot(values, w, acc, input_precision=PRECISION)
+            acc += product(values, tl.load(first[None, :] + at[:, None], tile, 0.0), OPERAND, PRECISION)
             if GATED:
-                w2 = tl.load(second[None, :] + at[:, None], tile, 0.0).to(OPERAND)
-                acc2 = tl.dot(values, w2, acc2, input_precision=PRECISION)
+                acc2 += product(values, tl.load(second[None, :] + at[:, None], tile, 0.0), OPERAND, PRECISION)
         total = tl.sum(sums, 1)[:, None]
         squares = tl.sum(sums2, 1)[:, None]
     mean = total / k
@@ -148,8 +145,13 @@ def _load_turned(x, i, m, first, cos, sin, PLANES: tl.constexpr):
 
 
 @triton.jit
+def _floored(logit):
+    return tl.maximum(logit.to(tl.float32), FLOOR, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _gate(logit):
-    return tl.sigmoid(tl.maximum(logit.to(tl.float32), FLOOR))
+    return tl.sigmoid(_floored(logit))
 
 
 @triton.jit
@@ -217,7 +219,7 @@ def step_kernel(
             z = _gate(tl.load(gate2 + batch * gate2_stride + head * D + j, j < D, 0.0))
             held = held * z[:, None] * f[None, :] + value[:, None] * key[None, :]
         elif RULE == "gated":
-            logit = tl.maximum(tl.load(gate + batch * gate_stride + head).to(tl.float32), FLOOR)
+            logit = _floored(tl.load(gate + batch * gate_stride + head))
             held = tl.sigmoid(logit) * held + tl.sigmoid(-logit) * value[:, None] * key[None, :]
         elif RULE == "delta":
             g = tl.sigmoid(tl.load(gate + batch * gate_stride + head).to(tl.float32))

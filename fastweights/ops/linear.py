@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastweights.ops.step import MULTIPROCESSORS, launch_options
+from fastweights.ops.device import multiprocessors, shared_bytes
+from fastweights.ops.step import launch_options
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -24,8 +25,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 # Numbers of a tile of weights that a program of the one-row kernel loads at once, and its warps for them.
 ROW_TILE, ROW_WARPS = 8192, 4
 TILES = (16, 32, 64, 128)
-# Depth of the pipeline of loads, and the shared memory it may have.
-STAGES, PIPELINE_BYTES = 4, 160 * 1024
+# Depth of the pipeline of loads, and its share of a program's shared memory.
+STAGES, PIPELINE_SHARE = 4, 0.7
 
 
 @dataclass(frozen=True)
@@ -101,34 +102,36 @@ class Linear:
         from fastweights.ops.decode_kernels import linear_kernel
 
         rows, k = x.shape
-        row_tile, column_tile, block_k, warps = tiles(rows, self.columns, k, self.gated, self.weight.dtype)
+        chip = multiprocessors(x.device), shared_bytes(x.device)
+        row_tile, column_tile, block_k, warps = tiles(rows, self.columns, k, self.gated, self.weight.dtype, *chip)
         norm = "none" if self.norm is None else "layer" if self.norm.centred else "rms"
-        linear_kernel[(cdiv(self.columns, column_tile), cdiv(rows, row_tile))](
-            x,
-            self.weight,
-            x if self.column is None else self.column,
-            x if self.bias is None else self.bias,
-            out,
-            out,
-            rows,
-            self.columns,
-            k,
-            0.0 if self.norm is None else self.norm.eps,
-            ROWS=row_tile,
-            COLUMNS=column_tile,
-            BLOCK_K=block_k,
-            NORM=norm,
-            ACTIVATION=self.activation,
-            GATED=self.gated,
-            BIAS=self.bias is not None,
-            RESIDUAL=add,
-            OPERAND=_operand(self.weight.dtype),
-            PRECISION="ieee" if self.weight.dtype == torch.float32 else "tf32",
-            OVERLAP=self.overlap,
-            num_warps=warps,
-            num_stages=STAGES,
-            **launch_options(self.overlap),
-        )
+        with torch.cuda.device_of(x):
+            linear_kernel[(cdiv(self.columns, column_tile), cdiv(rows, row_tile))](
+                x,
+                self.weight,
+                x if self.column is None else self.column,
+                x if self.bias is None else self.bias,
+                out,
+                out,
+                rows,
+                self.columns,
+                k,
+                0.0 if self.norm is None else self.norm.eps,
+                ROWS=row_tile,
+                COLUMNS=column_tile,
+                BLOCK_K=block_k,
+                NORM=norm,
+                ACTIVATION=self.activation,
+                GATED=self.gated,
+                BIAS=self.bias is not None,
+                RESIDUAL=add,
+                OPERAND=_operand(self.weight.dtype),
+                PRECISION="ieee" if self.weight.dtype == torch.float32 else "tf32",
+                OVERLAP=self.overlap,
+                num_warps=warps,
+                num_stages=STAGES,
+                **launch_options(self.overlap),
+            )
 
 
 def _operand(dtype: torch.dtype) -> object:
@@ -138,7 +141,9 @@ def _operand(dtype: torch.dtype) -> object:
     return tl.bfloat16 if dtype == torch.bfloat16 else tl.float32
 
 
-def tiles(rows: int, columns: int, k: int, gated: bool, dtype: torch.dtype) -> tuple[int, int, int, int]:
+def tiles(
+    rows: int, columns: int, k: int, gated: bool, dtype: torch.dtype, processors: int, shared: int
+) -> tuple[int, int, int, int]:
     """Rows, columns and inner numbers of a program's tile, and its warps. One row: as many columns as keep a tile of
     whole rows of weights small. Several: the tile for which the busiest multiprocessor has the least to load."""
     from triton import cdiv, next_power_of_2
@@ -147,19 +152,22 @@ def tiles(rows: int, columns: int, k: int, gated: bool, dtype: torch.dtype) -> t
     if rows == 1:
         block_k = next_power_of_2(k)
         column_tile = max(1, min(16, ROW_TILE // (block_k * halves)))
-        while column_tile > 1 and cdiv(columns, column_tile) < MULTIPROCESSORS:
+        while column_tile > 1 and cdiv(columns, column_tile) < processors:
             column_tile //= 2
         return 1, column_tile, block_k, ROW_WARPS * max(1, min(2, block_k // ROW_TILE))
 
     def load(tile: tuple[int, int]) -> int:
         programs = cdiv(rows, tile[0]) * cdiv(columns, tile[1])
-        return cdiv(programs, MULTIPROCESSORS) * (tile[0] + halves * tile[1])
+        return cdiv(programs, processors) * (tile[0] + halves * tile[1])
+
+    def depth(tile: tuple[int, int]) -> int:
+        """As deep as shared memory allows, so that most of a program's loads are on their way together."""
+        width = (tile[0] + halves * tile[1]) * dtype.itemsize
+        deepest = min(128, int(PIPELINE_SHARE * shared) // (STAGES * width))
+        return 1 << deepest.bit_length() - 1 if deepest else 0
 
     useful = [tile for tile in TILES if tile < 2 * rows] or [16]
-    row_tile, column_tile = min(((r, c) for r in useful for c in TILES), key=load)
-    numbers = row_tile * column_tile * halves
-    # as deep as shared memory allows, so that most of a program's loads are on their way together
-    width = (row_tile + column_tile * halves) * dtype.itemsize
-    block_k = max(16, min(128, PIPELINE_BYTES // (STAGES * width)))
-    block_k = 1 << (block_k.bit_length() - 1)
+    fitting = [(r, c) for r in useful for c in TILES if depth((r, c)) >= 16]
+    row_tile, column_tile = min(fitting, key=load)
+    numbers, block_k = row_tile * column_tile * halves, depth((row_tile, column_tile))
     return row_tile, column_tile, block_k, 8 if numbers >= 128 * 64 else 4

@@ -6,21 +6,18 @@ Shapes: state [B,S,d,m] float32, contiguous   q [B,G*S,m]   k [B,S,m]   v [B,S,d
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fastweights.ops.device import multiprocessors, obstacle
 from fastweights.rules.base import MIN_GATE_LOGIT
 from fastweights.rules.normalizer import divide
 
-# Kernels run for these; anything else is a matter for torch.
-KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MULTIPROCESSORS = 132
-# Programs of four warps that these hold at once.
-RESIDENT = 16 * MULTIPROCESSORS
+# Programs of four warps that a multiprocessor holds at once.
+RESIDENT = 16
 
 
 class Rotary(NamedTuple):
@@ -33,7 +30,7 @@ class Rotary(NamedTuple):
 
 def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the Triton kernels can be used here."""
-    return device.type == "cuda" and dtype in KERNEL_DTYPES and importlib.util.find_spec("triton") is not None
+    return obstacle(device, dtype) is None
 
 
 def step(
@@ -104,40 +101,42 @@ def step_kernel(
 
     q, k, v, *gate_logits = (x if x[0].is_contiguous() else x.contiguous() for x in (q, k, v, *gate_logits))
     (batch, states, d), m = v.shape, k.shape[-1]
-    crowded = batch * states * cdiv(d, 64) >= 2 * MULTIPROCESSORS
+    processors = multiprocessors(v.device)
+    crowded = batch * states * cdiv(d, 64) >= 2 * processors
     block_m, block_d = next_power_of_2(m), min(next_power_of_2(d), 64 if crowded or normalize else 16)
     slices = cdiv(d, block_d)
     gate, gate2 = (*gate_logits, v, v)[:2]
     cos, sin, planes = rotary or (state, state, state)
-    kernel[(batch * states, 1 if normalize else slices)](
-        state,
-        q,
-        k,
-        v,
-        gate,
-        gate2,
-        cos,
-        sin,
-        planes,
-        state if key_scale is None else key_scale,
-        y,
-        *(x.stride(0) for x in (q, k, v, gate, gate2, cos)),
-        STATES=states,
-        GROUP=q.shape[1] // states,
-        D=d,
-        M=m,
-        PLANES=0 if rotary is None else planes.shape[1],
-        RULE=rule,
-        NORMALIZE=normalize,
-        SCALED=key_scale is not None,
-        BLOCK_D=block_d,
-        BLOCK_M=block_m,
-        SLICES=slices if normalize else 1,
-        OVERLAP=overlap,
-        # fewer warps where programs are so many that they would not all be there at once
-        num_warps=max(1, min(8, block_d * block_m // (1024 if batch * states > RESIDENT else 512))),
-        **launch_options(overlap),
-    )
+    with torch.cuda.device_of(state):
+        kernel[(batch * states, 1 if normalize else slices)](
+            state,
+            q,
+            k,
+            v,
+            gate,
+            gate2,
+            cos,
+            sin,
+            planes,
+            state if key_scale is None else key_scale,
+            y,
+            *(x.stride(0) for x in (q, k, v, gate, gate2, cos)),
+            STATES=states,
+            GROUP=q.shape[1] // states,
+            D=d,
+            M=m,
+            PLANES=0 if rotary is None else planes.shape[1],
+            RULE=rule,
+            NORMALIZE=normalize,
+            SCALED=key_scale is not None,
+            BLOCK_D=block_d,
+            BLOCK_M=block_m,
+            SLICES=slices if normalize else 1,
+            OVERLAP=overlap,
+            # fewer warps where programs are so many that they would not all be there at once
+            num_warps=max(1, min(8, block_d * block_m // (1024 if batch * states > RESIDENT * processors else 512))),
+            **launch_options(overlap),
+        )
 
 
 def launch_options(overlap: bool) -> dict[str, bool]:

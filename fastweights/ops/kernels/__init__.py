@@ -8,9 +8,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fastweights.ops.kernels import launch
+from fastweights.ops.kernels.parts import PAD, RESET
 from fastweights.rules import Rule
-
-PAD, RESET = 1, 2
 
 
 def kernels(
@@ -22,7 +21,10 @@ def kernels(
     state: Tensor | None = None,
     mask: Tensor | None = None,
     reset: Tensor | None = None,
+    *,
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
+    """`wide`: y in float32, whatever the inputs are."""
     groups = q.shape[2] // k.shape[2]
     if groups > 1:
         k, v, *repeated = (x.repeat_interleave(groups, dim=2) for x in (k, v, *gate_logits))
@@ -34,16 +36,16 @@ def kernels(
     flags = None
     if mask is not None or reset is not None:
         flags = torch.zeros(q.shape[:2], dtype=torch.int8, device=q.device)
-        flags += 0 if mask is None else (~mask).to(torch.int8) * PAD
-        flags += 0 if reset is None else reset.to(torch.int8) * RESET
+        flags += 0 if mask is None else (~mask).to(torch.int8) * PAD.value
+        flags += 0 if reset is None else reset.to(torch.int8) * RESET.value
     inputs = [q, k, v, *gates] + ([] if state is None else [state])
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     if torch.compiler.is_compiling():
-        y, end, *_ = rule_op(rule.name, q, k, v, gates, flags, state, keep)
+        y, end, *_ = rule_op(rule.name, q, k, v, gates, flags, state, keep, wide)
     elif keep:
-        y, end = _Eager.apply(rule.name, flags, state, q, k, v, *gates)
+        y, end = _Eager.apply(rule.name, wide, flags, state, q, k, v, *gates)
     else:
-        y, end, *_ = launch.forward(_plan(rule.name, q, k, v, flags), q, k, v, gates, flags, state, False)
+        y, end, *_ = launch.forward(_plan(rule.name, q, k, v, flags), q, k, v, gates, flags, state, False, wide)
     return y, end[:, ::groups]
 
 
@@ -53,9 +55,9 @@ def _plan(name: str, q: Tensor, k: Tensor, v: Tensor, flags: Tensor | None) -> l
 
 class _Eager(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, name, flags, state, q, k, v, *gates):
+    def forward(ctx, name, wide, flags, state, q, k, v, *gates):
         ctx.plan, ctx.has_state, ctx.gates = _plan(name, q, k, v, flags), state is not None, len(gates)
-        y, end, *saved = launch.forward(ctx.plan, q, k, v, list(gates), flags, state, True)
+        y, end, *saved = launch.forward(ctx.plan, q, k, v, list(gates), flags, state, True, wide)
         ctx.save_for_backward(q, k, v, *gates, flags, *saved)
         return y, end
 
@@ -67,7 +69,7 @@ class _Eager(torch.autograd.Function):
         dq, dk, dv, dstart, *dgates = launch.backward(
             ctx.plan, q, k, v, gates, flags, saved, dy.contiguous(), dend.contiguous()
         )
-        return None, None, dstart if ctx.has_state else None, dq, dk, dv, *dgates
+        return None, None, None, dstart if ctx.has_state else None, dq, dk, dv, *dgates
 
 
 @torch.library.custom_op("fastweights::rule", mutates_args=())
@@ -80,18 +82,19 @@ def rule_op(
     flags: Tensor | None,
     state: Tensor | None,
     keep: bool,
+    wide: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return launch.forward(_plan(name, q, k, v, flags), q, k, v, gates, flags, state, keep)  # type: ignore[return-value]
+    return launch.forward(_plan(name, q, k, v, flags), q, k, v, gates, flags, state, keep, wide)  # type: ignore[return-value]
 
 
 @rule_op.register_fake
-def _(name, q, k, v, gates, flags, state, keep):
-    plan = _plan(name, q, k, v, flags)
+def _(name, q, k, v, gates, flags, state, keep, wide):
+    plan = launch.Plan(launch.shape_of(name, q, k, v, flags))  # sizes may be symbols, which no cache can look up
     shape = plan.shape
     end = v.new_empty(shape.batch, shape.heads, shape.d, shape.m, dtype=torch.float32)
     dtypes = (plan.state_dtype, torch.float32, torch.float32)
     saved = [v.new_empty(size, dtype=dtype) for size, dtype in zip(plan.saved_shapes(keep), dtypes, strict=True)]
-    return torch.empty_like(v), end, *saved
+    return torch.empty_like(v, dtype=torch.float32 if wide else v.dtype), end, *saved
 
 
 @torch.library.custom_op("fastweights::rule_backward", mutates_args=())
@@ -115,7 +118,7 @@ def _(name, q, k, v, gates, flags, saved, dy, dend):
 
 
 def _setup(ctx, inputs, output):
-    name, q, k, v, gates, flags, state, _ = inputs
+    name, q, k, v, gates, flags, state, _, _ = inputs
     ctx.name, ctx.has_state, ctx.gates = name, state is not None, len(gates)
     ctx.save_for_backward(q, k, v, *gates, flags, *output[2:])
 
@@ -126,7 +129,7 @@ def _backward(ctx, dy, dend, *_):
     dq, dk, dv, dstart, *dgates = rule_backward_op(
         ctx.name, q, k, v, gates, flags, saved, dy.contiguous(), dend.contiguous()
     )
-    return None, dq, dk, dv, dgates, None, dstart if ctx.has_state else None, None
+    return None, dq, dk, dv, dgates, None, dstart if ctx.has_state else None, None, None
 
 
 rule_op.register_autograd(_backward, setup_context=_setup)

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastweights.ops.device import multiprocessors
 from fastweights.ops.kernels import tiled, wy
 from fastweights.ops.kernels.blocks import SCAN_BLOCK, SEGMENT_TILE, TILE, blocks_for
 
@@ -106,11 +107,6 @@ class Plan:
 plan_for = functools.lru_cache(maxsize=1024)(Plan)
 
 
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
 _compiled: dict[tuple, Any] = {}
 
 
@@ -139,11 +135,13 @@ def forward(
     flags: Tensor | None,
     state: Tensor | None,
     keep: bool,
+    wide: bool = False,
 ) -> tuple[Tensor, ...]:
-    """y, the state at the end, and (keep) tile_states, inverses and through."""
+    """y (wide: in float32), the state at the end, and (keep) tile_states, inverses and through."""
     shape = plan.shape
     float32: dict[str, Any] = {"dtype": torch.float32, "device": v.device}
-    y, end = torch.empty_like(v), torch.empty(shape.batch, shape.heads, shape.d, shape.m, **float32)
+    y = torch.empty_like(v, dtype=torch.float32 if wide else v.dtype)
+    end = torch.empty(shape.batch, shape.heads, shape.d, shape.m, **float32)
     kept, solved, through = plan.saved_shapes(keep)
     tile_states = torch.empty(kept, dtype=plan.state_dtype, device=v.device)
     inverses, ends = torch.empty(solved, **float32), torch.empty(through, **float32)
@@ -194,7 +192,7 @@ def backward(
     if plan.rule == "delta":
         inputs = (q, k, v, *_there(q, *gates, flags), inverses, tile_states, dy)
         if plan.parts > 1:
-            sums = torch.empty(plan.rows, plan.parts, plan.shape.d, plan.shape.m, device=v.device)
+            sums = dend.new_empty(plan.rows, plan.parts, plan.shape.d, plan.shape.m)
             shared = (*inputs, dend, dq, dk, dv, *dgates, sums, *sizes)
             run(wy.backward, (plan.rows * plan.slices, plan.parts - 1), shared, OUTPUT=False, **options)
             dends = _scan_delta(plan, True, dend, through, sums)

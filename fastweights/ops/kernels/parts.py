@@ -93,7 +93,7 @@ def fast(NAME: tl.constexpr, x):
 @triton.jit
 def log2_gate(logit, quiet, OPERAND: tl.constexpr):
     """log2 of a gate, one minus the gate, and the gate."""
-    u = tl.exp2(tl.maximum(logit, FLOOR) * -LOG2_E)
+    u = tl.exp2(tl.maximum(logit, FLOOR, propagate_nan=tl.PropagateNan.ALL) * -LOG2_E)
     log = fast("lg2", 1 + u)
     if OPERAND == tl.float32:  # noqa: SIM300
         log = tl.where(u < SMALL, u * (LOG2_E - u * (LOG2_E / 2 - u * (LOG2_E / 3))), log)
