@@ -123,6 +123,15 @@ def test_figures_of_speed_are_those_of_the_result_files(monkeypatch: pytest.Monk
                 assert f"{value:.2f}" in readme or f"{value:.1f}" in readme, value
     for row in models["training"]["models"].values():
         assert f"{round(row['tokens/s'], -3):,.0f}" in readme
+    decode = {(row["batch"], row["context"]): row["tokens/s"] for row in models["decode"]["decay"]}
+    assert (
+        f"{round(decode[1, 1024], -1):,.0f} tokens/s for one text, {round(decode[32, 16384], -3):,.0f} for 32" in readme
+    )
+    assert f"{round(decode[256, 65536], -3):,.0f} for 256" in readme
+    (peer,) = (row["tokens/s"] for row in models["decode"]["attention"] if "tokens/s" in row)
+    assert f"{peer:,.0f} for 32 texts" in readme
+    compiled = _result("kernel_code")["kernels"]["backward"]
+    assert f"{compiled['instructions a token']:.0f} instructions a token" in PAGE.read_text()
     attention, decay = _result("profile_layer")["models"][:2]
     last = [model["points"][-1] for model in (attention, decay)]
     assert f"{1e6 * last[0]['seconds']:.0f} µs and {last[0]['peak_bytes'] / 1e6:.0f} MB" in readme

@@ -3,6 +3,8 @@ operators with known shapes under torch.compile, which cannot look inside."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -53,7 +55,15 @@ def _plan(name: str, q: Tensor, k: Tensor, v: Tensor, flags: Tensor | None) -> l
     return launch.plan_for(launch.shape_of(name, q, k, v, flags))
 
 
+def _saved(ctx: Any) -> tuple[Any, ...]:
+    """q, k, v, gates, flags, and what the forward pass kept, as both ways save them."""
+    q, k, v, *rest = ctx.saved_tensors
+    return q, k, v, list(rest[: ctx.gates]), rest[ctx.gates], list(rest[ctx.gates + 1 :])
+
+
 class _Eager(torch.autograd.Function):
+    """What rule_op is under torch.compile. A custom operator takes longer to call than small kernels take to run."""
+
     @staticmethod
     def forward(ctx, name, wide, flags, state, q, k, v, *gates):
         ctx.plan, ctx.has_state, ctx.gates = _plan(name, q, k, v, flags), state is not None, len(gates)
@@ -64,11 +74,8 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, dend):
-        q, k, v, *rest = ctx.saved_tensors
-        gates, flags, saved = rest[: ctx.gates], rest[ctx.gates], rest[ctx.gates + 1 :]
-        dq, dk, dv, dstart, *dgates = launch.backward(
-            ctx.plan, q, k, v, gates, flags, saved, dy.contiguous(), dend.contiguous()
-        )
+        given = (*_saved(ctx), dy.contiguous(), dend.contiguous())
+        dq, dk, dv, dstart, *dgates = launch.backward(ctx.plan, *given)
         return None, None, None, dstart if ctx.has_state else None, dq, dk, dv, *dgates
 
 
@@ -124,11 +131,7 @@ def _setup(ctx, inputs, output):
 
 
 def _backward(ctx, dy, dend, *_):
-    q, k, v, *rest = ctx.saved_tensors
-    gates, flags, saved = list(rest[: ctx.gates]), rest[ctx.gates], list(rest[ctx.gates + 1 :])
-    dq, dk, dv, dstart, *dgates = rule_backward_op(
-        ctx.name, q, k, v, gates, flags, saved, dy.contiguous(), dend.contiguous()
-    )
+    dq, dk, dv, dstart, *dgates = rule_backward_op(ctx.name, *_saved(ctx), dy.contiguous(), dend.contiguous())
     return None, dq, dk, dv, dgates, None, dstart if ctx.has_state else None, None, None
 
 
