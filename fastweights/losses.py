@@ -1,7 +1,7 @@
 """What training minimises. Each loss is a sum over this process's rows, so that rows may be split over micro-batches
 and processes in any way; the caller divides by the count of the whole batch.
 
-Shapes: input_ids, position_ids, labels [B,T]   logits [B,T,V]   x, attention outputs [B,T,D]   y [B,T,H*d]
+Shapes: input_ids, position_ids, labels [B,T]   x, attention outputs [B,T,D]   y [B,T,H*d]
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from fastweights.data import IGNORED
 from fastweights.families import family_of
+from fastweights.head import Aim, head_loss, head_of, without_head
 from fastweights.layer import FastWeightsAttention, SequenceInfo
 from fastweights.models import FastWeightsMixin, document_mask, document_starts
 from fastweights.recipe import Stage
@@ -43,32 +45,49 @@ def converted_layers(model: Any) -> dict[int, FastWeightsAttention]:
 
 
 def logits_of(model: Any, batch: Batch, **options: Any) -> Tensor:
-    """Next-token logits with documents kept apart. Without a border in the batch no positions are given: attention
-    then needs no mask."""
+    return run_model(model, batch, **options).logits
+
+
+def run_model(model: Any, batch: Batch, **options: Any) -> Any:
+    """Documents are kept apart. Without a border in the batch no positions are given: attention then needs no mask."""
     inputs: dict[str, Any] = {"input_ids": batch["input_ids"], "use_cache": False, **options}
     if bool(document_starts(batch["position_ids"]).any()):
         inputs["position_ids"] = batch["position_ids"]
         if not isinstance(model, FastWeightsMixin) and not family_of(model).masks_documents:
             inputs["attention_mask"] = document_mask(model, batch["position_ids"])
-    return model(**inputs).logits
+    return model(**inputs)
+
+
+def hidden_of(model: Any, batch: Batch) -> Tensor:
+    """What the output layer is given, [B*T,D]."""
+    with without_head(model) as seen:
+        run_model(model, batch)
+    return seen[0].flatten(0, 1)
 
 
 def next_token_logits(model: Any, batch: Batch) -> Tensor:
-    return logits_of(model, batch)[:, :-1].float()
+    return run_model(model, batch).logits[:, :-1].float()
 
 
-def next_token_loss(logits: Tensor, batch: Batch) -> Tensor:
-    """Sum of the cross-entropy over the tokens that have a label; `logits` are next_token_logits."""
-    return F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum")
+def next_tokens(batch: Batch) -> Tensor:
+    """The label of each token's successor, [B*T]."""
+    return F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED).flatten()
+
+
+def next_token_loss(model: Any, batch: Batch, compiled: bool = False) -> Tensor:
+    """Sum of the cross-entropy over the tokens that have a label."""
+    return head_loss(head_of(model), hidden_of(model, batch), next_tokens(batch), Aim(compiled=compiled))
 
 
 class Trainee(nn.Module):
     """A student with the loss of one stage. The teacher is no part of it: it is neither trained, sharded nor saved."""
 
-    def __init__(self, student: Any, teacher: Any, stage: Stage, recompute: bool = False) -> None:
+    def __init__(
+        self, student: Any, teacher: Any, stage: Stage, recompute: bool = False, compiled: bool = False
+    ) -> None:
         super().__init__()
         self.student = student
-        self.stage, self.recompute = stage, recompute
+        self.stage, self.recompute, self.compiled = stage, recompute, compiled
         self._teacher = [teacher]
 
     @property
@@ -80,14 +99,13 @@ class Trainee(nn.Module):
         whole)."""
         if self.stage.loss == "transfer" and not score:
             return self._transfer(batch)
-        logits = next_token_logits(self.student, batch)
         if self.stage.loss == "finetune" or score:
-            return next_token_loss(logits, batch)
+            return next_token_loss(self.student, batch, self.compiled)
         with torch.no_grad():
-            wanted = next_token_logits(self.teacher, batch)
-        loss = _divergence(logits, wanted, batch["labels"][:, 1:] != -100, self.stage.temperature)
-        share = self.stage.cross_entropy
-        return loss + share * next_token_loss(logits, batch) if share else loss
+            taught = hidden_of(self.teacher, batch)
+        aim = Aim(self.stage.cross_entropy, self.stage.temperature, self.compiled)
+        hidden = hidden_of(self.student, batch)
+        return head_loss(head_of(self.student), hidden, next_tokens(batch), aim, head_of(self.teacher), taught)
 
     def _transfer(self, batch: Batch) -> Tensor:
         """Each layer's squared error against the teacher's attention, in shares of each row's own size."""
@@ -100,13 +118,6 @@ class Trainee(nn.Module):
             error = (found - wanted).square().sum((1, 2)) / wanted.square().sum((1, 2)).clamp(min=1e-12)
             loss = loss + error.sum() / len(layers)
         return loss
-
-
-def _divergence(found: Tensor, wanted: Tensor, counted: Tensor, temperature: float) -> Tensor:
-    """Sum of KL(teacher || student) over the counted tokens; its gradient is scaled as if the temperature were 1."""
-    found, wanted = (logits[counted] / temperature for logits in (found, wanted))
-    divergence = F.kl_div(found.log_softmax(-1), wanted.log_softmax(-1), reduction="sum", log_target=True)
-    return divergence * temperature**2
 
 
 @torch.no_grad()
@@ -126,7 +137,7 @@ def listen(teacher: Any, batch: Batch) -> dict[int, Heard]:
         for index, block in enumerate(family.blocks(teacher))
     ]
     try:
-        logits_of(teacher, batch, logits_to_keep=1)
+        run_model(teacher, batch, logits_to_keep=1)
     finally:
         for hook in hooks:
             hook.remove()

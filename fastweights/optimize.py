@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fastweights.families import family_of
 from fastweights.layer import HeadNorm
 from fastweights.losses import converted_layers
 from fastweights.recipe import Recipe, Stage, Stopped
@@ -82,6 +83,18 @@ def set_mode(student: Any, recipe: Recipe, stage: Stage) -> None:
     for parameters, peak in parameter_groups(student, stage):
         for parameter in parameters:
             parameter.requires_grad_(peak > 0 and (not recipe.lora or parameter.requires_grad))
+
+
+def compile_blocks(student: Any, teacher: Any, stage: Stage) -> None:
+    """Block by block: the first one's code serves all. A teacher that is listened to (transfer) stays as it is."""
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    if stage.loss == "transfer":
+        for layer in converted_layers(student).values():
+            layer.compile(dynamic=False)
+        return
+    for model in (student, teacher):
+        for block in [] if model is None else family_of(model).blocks(model):
+            block.compile(dynamic=False)
 
 
 def make_optimizer(student: Any, stage: Stage) -> torch.optim.Optimizer:

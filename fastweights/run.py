@@ -26,14 +26,16 @@ from fastweights.convert import load, load_tokenizer
 from fastweights.data import PackedBatches, TokenFile, check_vocabulary, prepare, validation_rows
 from fastweights.display import Display
 from fastweights.families import family_of
-from fastweights.losses import Batch, next_token_logits, next_token_loss
+from fastweights.losses import Batch, next_token_loss
 from fastweights.models import CheckpointError, FastWeightsMixin, position_limit
 from fastweights.optimize import parameter_groups
 from fastweights.recipe import Recipe, Stage, Stopped
 
 VALIDATION_BATCH_TOKENS = 8_192
-# Numbers in a micro-batch's logits, of which losses need several copies, where the recipe does not say its size.
-LOGITS_AT_ONCE = 2**28
+# What a step keeps of a token for its backward pass, in bytes for each layer and number of its width, and the share of
+# the device's memory that a micro-batch may take of it, where the recipe does not say its size.
+BYTES_KEPT, MEMORY_SHARE = 100, 0.5
+CPU_MEMORY = 2**32
 
 
 class TrainingError(ValueError):
@@ -145,10 +147,17 @@ class Run:
                 f"--batch-tokens {self.recipe.batch_tokens} are {rows} sequences of {self.recipe.length_of(stage)} "
                 f"tokens, which {self.world} processes cannot share equally"
             )
-        at_once = self.recipe.micro_batch or LOGITS_AT_ONCE // (
-            self.recipe.length_of(stage) * self.student.config.vocab_size
-        )
+        at_once = self.recipe.micro_batch or self._memory() // (self.recipe.length_of(stage) * self._bytes_kept())
         return max(1, min(at_once, rows // self.world))
+
+    def _memory(self) -> int:
+        if self.device.type == "cpu":
+            return CPU_MEMORY
+        return int(MEMORY_SHARE * torch.cuda.get_device_properties(self.device).total_memory)
+
+    def _bytes_kept(self) -> int:
+        config, layers = self.student.config, len(family_of(self.student).blocks(self.student))
+        return BYTES_KEPT * (2 if self.recipe.gradient_checkpointing else layers) * config.hidden_size
 
     def _load_teacher(self) -> Any:
         name = self.task.teacher or getattr(self.student.config, "fastweights_base", None)
@@ -214,7 +223,7 @@ class Run:
         self.progress.base = {"name": name, "perplexity": perplexity(loss)}
 
     def _teacher_score(self, batch: Batch) -> Tensor:
-        return next_token_loss(next_token_logits(self.teacher, batch), batch)
+        return next_token_loss(self.teacher, batch)
 
     @torch.no_grad()
     def validation_loss(self, score: Any) -> float:

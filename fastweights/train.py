@@ -33,6 +33,7 @@ from fastweights.optimize import (
     Diverged,
     DivergenceWatch,
     clip_gradients,
+    compile_blocks,
     learning_rate_share,
     make_optimizer,
     set_learning_rate,
@@ -120,9 +121,10 @@ class _StageRun:
             self._fit()
         self.lora = self._add_lora() if self.recipe.lora else None
         set_mode(self.student, self.recipe, stage)
-        if self.recipe.compile:
-            self.student.compile()
-        trainee = Trainee(self.student, run.teacher, stage, recompute=self.recipe.gradient_checkpointing)
+        compiled = self.recipe.compile and run.device.type == "cuda"
+        if compiled:
+            compile_blocks(self.student, run.teacher, stage)
+        trainee = Trainee(self.student, run.teacher, stage, self.recipe.gradient_checkpointing, compiled)
         self.module = self._distribute(trainee.to(run.device))
         self.names = {parameter: name for name, parameter in self.student.named_parameters()}
         self.optimizer = make_optimizer(self.student, stage)

@@ -1,0 +1,77 @@
+"""Losses on logits that are never whole: value and every gradient against autograd through the logits themselves.
+
+Shapes: hidden [N,D]   weight [V,D]
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from relative_error import assert_close
+from tiny import pretrained, tokens
+from torch import Tensor
+from torch.nn import functional as F
+
+from fastweights import head
+from fastweights.head import Aim, Head, head_loss, without_head
+
+N, D, V = 23, 6, 11
+
+
+def draw(seed: int, bias: bool, softcap: float | None) -> tuple[Head, Tensor]:
+    torch.manual_seed(seed)
+    leaves = [torch.randn(*shape, dtype=torch.float64).requires_grad_() for shape in ((N, D), (V, D), (V,))]
+    return Head(leaves[1], leaves[2] if bias else None, softcap), leaves[0]
+
+
+def plain(own: Head, hidden: Tensor, labels: Tensor, aim: Aim, teacher: Head | None, taught: Tensor | None) -> Tensor:
+    def logits(layer: Head, x: Tensor) -> Tensor:
+        z = F.linear(x, layer.weight, layer.bias)[labels != -100]
+        return z if layer.softcap is None else layer.softcap * torch.tanh(z / layer.softcap)
+
+    found, wanted = logits(own, hidden), labels[labels != -100]
+    loss = aim.cross_entropy * F.cross_entropy(found, wanted, reduction="sum")
+    if teacher is not None and taught is not None:
+        p, q = (x.div(aim.temperature).log_softmax(-1) for x in (logits(teacher, taught).detach(), found))
+        loss = loss + aim.temperature**2 * (p.exp() * (p - q)).sum()
+    return loss
+
+
+@pytest.mark.parametrize("at_once", [V, 5 * V, 2**27], ids=["token by token", "chunks", "whole"])
+@pytest.mark.parametrize("aim", [Aim(), Aim(0.0, 2.5), Aim(0.3), Aim(0.3, 2.5)], ids=str)
+@pytest.mark.parametrize(("bias", "softcap"), [(False, None), (True, None), (True, 1.5)])
+def test_value_and_gradients(
+    at_once: int, aim: Aim, bias: bool, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "LOGITS_AT_ONCE", at_once)
+    labels = torch.randint(0, V, (N,), generator=torch.Generator().manual_seed(1))
+    labels[[0, 7, 8, N - 1]] = -100
+    (own, hidden), (teacher, taught) = draw(0, bias, softcap), draw(1, bias, softcap)
+    teachers: list[tuple[Any, Any]] = [(teacher, taught.detach())] + [(None, None)] * (aim.cross_entropy > 0)
+    for given in teachers:
+        leaves = [x for x in (hidden, own.weight, own.bias) if x is not None]
+        results = []
+        for run in (head_loss, plain):
+            loss = run(own, hidden, labels, aim, *given)
+            # upstream gradients other than one, as of a loss that is divided by a count
+            results.append((loss, *torch.autograd.grad(loss / 7, leaves)))
+        for name, found, expected in zip(("loss", "hidden", "weight", "bias"), *results, strict=False):
+            assert_close(name, found, expected, 1e-12)
+
+
+def test_a_frozen_output_layer_has_no_gradient_and_hidden_still_has() -> None:
+    own, hidden = draw(0, False, None)
+    own.weight.requires_grad_(False)
+    head_loss(own, hidden, torch.zeros(N, dtype=torch.long), Aim()).backward()
+    assert own.weight.grad is None and hidden.grad is not None
+
+
+def test_the_output_layer_is_back_after_an_error() -> None:
+    model, ids = pretrained("gpt2"), tokens(1, 5)
+    expected = model(ids).logits
+    with pytest.raises(RuntimeError, match="on purpose"), without_head(model) as seen:
+        assert model(ids).logits.shape[-1] == 1 and len(seen) == 1
+        raise RuntimeError("on purpose")
+    assert torch.equal(model(ids).logits, expected)
