@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import lzma
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -48,7 +49,8 @@ def main() -> None:
     split_books(options.books, options.work)
     start, run = options.work / "start", options.work / "packaged"
     if not start.exists():
-        save(new_model(), start, tokenizer(options.work / "train.txt"))
+        lines = (line for line in (options.work / "train.txt").open(encoding="utf-8") if line != BORDER)
+        save(new_model(VOCABULARY, POSITIONS, **SIZE), start, tokenizer(lines, VOCABULARY, POSITIONS))
     text = {"data": str(options.work / "train.txt"), "validation": str(options.work / "validation.txt.xz")}
     if (run / "run.json").is_file():
         resume(run)
@@ -79,28 +81,27 @@ def pick(books: list[str], title: str) -> str:
     return next(book for book in books if book.startswith(title))
 
 
-def tokenizer(text: Path) -> PreTrainedTokenizerFast:
+def tokenizer(lines: Iterable[str], vocabulary: int, positions: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE of our own."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         special_tokens=[BORDER.strip()],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    with text.open(encoding="utf-8") as file:
-        bpe.train_from_iterator((line for line in file if line != BORDER), trainer)
+    bpe.train_from_iterator(lines, trainer)
     end = BORDER.strip()
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=end, eos_token=end, model_max_length=POSITIONS)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=end, eos_token=end, model_max_length=positions)
 
 
-def new_model() -> GPT2LMHeadModel:
+def new_model(vocabulary: int, positions: int, **size: int) -> GPT2LMHeadModel:
     torch.manual_seed(0)
     no_dropout = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     special = dict(bos_token_id=0, eos_token_id=0)
-    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_positions=POSITIONS, **SIZE, **no_dropout, **special))
+    return GPT2LMHeadModel(GPT2Config(vocab_size=vocabulary, n_positions=positions, **size, **no_dropout, **special))
 
 
 def export(checkpoint: Path, work: Path, folder: Path) -> None:

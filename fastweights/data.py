@@ -61,7 +61,8 @@ def prepare(
 
     `source` is a text file (documents separated by lines `<|endoftext|>`), JSON lines or parquet with the text in
     `text_field`, a folder of such files (text and JSON lines may be .xz or .gz), a folder that a data set's
-    save_to_disk wrote, or a data set of the hub, hf:NAME[:CONFIG][:SPLIT]. Each document gets the tokenizer's usual
+    save_to_disk wrote, a data set of the hub, hf:NAME[:CONFIG][:SPLIT], or a folder of tokens that an earlier call made
+    (taken as it is). Each document gets the tokenizer's usual
     special tokens and ends with its eos token; blank ones are left out. At most `limit` tokens are taken.
     `cache` is by default $FASTWEIGHTS_CACHE, else ~/.cache/fastweights. Of several processes, let one call this first.
     """
@@ -70,12 +71,22 @@ def prepare(
         raise DataError(f"there is no tokenizer beside the model: save the base model's there, {how}")
     if limit is not None and limit < 1:
         raise DataError(f"the limit must be at least 1 token, found {limit}")
+    if (Path(source) / "tokens.bin").is_file():
+        return _tokens_in(Path(source))
     found = find(os.fspath(source), text_field)
     settings = {"text_field": text_field, "limit": limit, "tokenizer": _tokenizer_fingerprint(tokenizer)}
     root = Path(cache or os.environ.get("FASTWEIGHTS_CACHE") or "~/.cache/fastweights").expanduser().resolve()
     folder = root / "data" / _fingerprint([FORMAT_VERSION, found.identity, settings])
     ready = _open(folder)
     return _make(folder, partial(_write, found, tokenizer, settings, progress)) if ready is None else ready
+
+
+def _tokens_in(folder: Path) -> TokenFile:
+    """Tokens that were made elsewhere; whoever uses them checks that the tokenizer is theirs."""
+    tokens = _open(folder)
+    if tokens is None:
+        raise DataError(f"{folder}: tokens.bin is not as meta.json and starts.npy beside it say: copy the folder again")
+    return tokens
 
 
 def check_vocabulary(tokens: TokenFile, tokenizer: Any, model_config: Any) -> None:

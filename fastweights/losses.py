@@ -101,11 +101,30 @@ class Trainee(nn.Module):
             return self._transfer(batch)
         if self.stage.loss == "finetune" or score:
             return next_token_loss(self.student, batch, self.compiled)
-        with torch.no_grad():
+        with torch.no_grad(), self._block_outputs(self.teacher) as wanted:
             taught = hidden_of(self.teacher, batch)
+        with self._block_outputs(self.student) as found:
+            hidden = hidden_of(self.student, batch)
         aim = Aim(self.stage.cross_entropy, self.stage.temperature, self.compiled)
-        hidden = hidden_of(self.student, batch)
-        return head_loss(head_of(self.student), hidden, next_tokens(batch), aim, head_of(self.teacher), taught)
+        labels = next_tokens(batch)
+        loss = head_loss(head_of(self.student), hidden, labels, aim, head_of(self.teacher), taught)
+        errors = [_error(*pair, labels) for pair in zip(found, wanted, strict=True)]
+        return loss + self.stage.hidden * torch.stack(errors).mean() if errors else loss
+
+    @contextmanager
+    def _block_outputs(self, model: Any) -> Iterator[list[Tensor]]:
+        """What each block makes, [B,T,D], where that counts."""
+        seen: list[Tensor] = []
+
+        def note(_module: nn.Module, _arguments: Any, output: Any) -> None:
+            seen.append(output if isinstance(output, Tensor) else output[0])
+
+        hooks = [block.register_forward_hook(note) for block in family_of(model).blocks(model) if self.stage.hidden]
+        try:
+            yield seen
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _transfer(self, batch: Batch) -> Tensor:
         """Each layer's squared error against the teacher's attention, in shares of each row's own size."""
@@ -118,6 +137,12 @@ class Trainee(nn.Module):
             error = (found - wanted).square().sum((1, 2)) / wanted.square().sum((1, 2)).clamp(min=1e-12)
             loss = loss + error.sum() / len(layers)
         return loss
+
+
+def _error(found: Tensor, wanted: Tensor, labels: Tensor) -> Tensor:
+    """Squared errors [B,T,D], each token's in shares of its own size, summed over the tokens that have a label."""
+    off, size = ((x.float().square().sum(-1)).flatten() for x in (found - wanted, wanted))
+    return torch.where(labels != IGNORED, off / size.clamp(min=1e-12), 0.0).sum()
 
 
 @torch.no_grad()

@@ -86,15 +86,15 @@ def set_mode(student: Any, recipe: Recipe, stage: Stage) -> None:
 
 
 def compile_blocks(student: Any, teacher: Any, stage: Stage) -> None:
-    """Block by block: the first one's code serves all. A teacher that is listened to (transfer) stays as it is."""
+    """Block by block: the first one's code serves all. Their forward alone, so that hooks on blocks are still called; a
+    teacher whose attention is listened to (transfer) stays as it is."""
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-    if stage.loss == "transfer":
-        for layer in converted_layers(student).values():
-            layer.compile(dynamic=False)
-        return
-    for model in (student, teacher):
-        for block in [] if model is None else family_of(model).blocks(model):
-            block.compile(dynamic=False)
+    parts: list[Any] = list(converted_layers(student).values())
+    if stage.loss != "transfer":
+        models = [model for model in (student, teacher) if model is not None]
+        parts = [block for model in models for block in family_of(model).blocks(model)]
+    for part in parts:
+        part.forward = torch.compile(part.forward, dynamic=False)
 
 
 def make_optimizer(student: Any, stage: Stage) -> torch.optim.Optimizer:

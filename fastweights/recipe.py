@@ -96,6 +96,9 @@ class Stage:
     final: float = _setting(0.1, "Share of the highest learning rate that a cosine falls to; 1 keeps it constant.")
     cross_entropy: float = _setting(0.0, "Weight of the cross-entropy beside the divergence when distilling.")
     temperature: float = _setting(1.0, "Temperature of both distributions when distilling.")
+    hidden: float = _setting(
+        0.0, "Weight of the error of every block's output, in shares of the teacher's, beside the divergence."
+    )
     fit: str = _setting(
         "none",
         "What is set by least squares to the teacher's attention before the first step: the new layers' output "
@@ -118,6 +121,7 @@ class Stage:
             ("warmup", 0, 1),
             ("final", 0, 1),
             ("cross_entropy", 0, None),
+            ("hidden", 0, None),
             ("weight_decay", 0, None),
         ):
             _check_range(self, name, smallest, largest)
@@ -236,24 +240,30 @@ def load_recipe(name: str | os.PathLike) -> Recipe:
     if not path.is_file():
         shipped = ", ".join(sorted(file.stem for file in recipe_folder().glob("*.yaml")))
         raise RecipeError(f"--recipe {name}: no such recipe; shipped are {shipped}, or give a YAML file")
+    values = read_settings(path)
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path} is not YAML: {error}") from error
-    if not isinstance(values, dict):
-        raise RecipeError(f"{path} must hold settings, `name: value`, found {type(values).__name__}")
-    try:
-        return Recipe.from_dict(_numbers(values))
+        return Recipe.from_dict(numbers(values))
     except RecipeError as error:
         raise RecipeError(f"{path}: {error}") from error
 
 
-def _numbers(value: Any) -> Any:
+def read_settings(path: Path, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> dict[str, Any]:
+    """What a YAML file says."""
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), loader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path} is not YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise RecipeError(f"{path} must hold settings, `name: value`, found {type(values).__name__}")
+    return values
+
+
+def numbers(value: Any) -> Any:
     """YAML reads 1e-3 as a word; here it is a number, and 1e6 a whole one."""
     if isinstance(value, dict):
-        return {name: _numbers(inner) for name, inner in value.items()}
+        return {name: numbers(inner) for name, inner in value.items()}
     if isinstance(value, list):
-        return [_numbers(inner) for inner in value]
+        return [numbers(inner) for inner in value]
     try:
         number = float(value) if isinstance(value, str) else value
     except ValueError:
@@ -292,7 +302,7 @@ def parse_changes(texts: list[str]) -> dict[str, Any]:
         if not equals or not name:
             raise RecipeError(f"--set takes NAME=VALUE, such as seed=1 or distill.tokens=100000, found {text!r}")
         try:
-            changes[name.strip()] = _numbers(yaml.safe_load(value))
+            changes[name.strip()] = numbers(yaml.safe_load(value))
         except yaml.YAMLError as error:
             raise RecipeError(f"--set {text}: {value!r} is no value") from error
     return changes

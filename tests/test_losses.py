@@ -15,7 +15,8 @@ from tiny import CONFIGS, pretrained, tokens
 from torch import Tensor
 
 import fastweights as fw
-from fastweights.losses import Trainee, answer, converted_layers, fit_outputs, listen
+import fastweights.families
+from fastweights.losses import Trainee, answer, converted_layers, fit_outputs, listen, next_tokens, run_model
 from fastweights.recipe import Stage
 
 LENGTHS = (9, 14, 4)
@@ -124,6 +125,33 @@ def test_distill_is_the_divergence_written_out(temperature: float, share: float)
         expected += float((wanted.softmax(0) * ratio).sum()) * temperature**2
         expected -= share * float(q[row, column].log_softmax(0)[rows["labels"][row, column + 1]])
     assert_close("loss", found, expected, 1e-5)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_hidden_states_are_matched_block_by_block(family: str) -> None:
+    """Each token's error in shares of its size, the mean over blocks; nothing for the teacher itself."""
+    rows, _ = packed()
+    teacher, student = pretrained(family), converted(family)
+    with torch.no_grad():
+        nothing = loss_of(pretrained(family), teacher, rows, loss="distill", hidden=2.0)
+        plain, more = (loss_of(student, teacher, rows, loss="distill", hidden=weight) for weight in (0.0, 2.0))
+        runs = []
+        for model in (teacher, student):
+            seen: list[Tensor] = []
+            blocks = fw.families.family_of(model).blocks(model)
+            hooks = [b.register_forward_hook(lambda _m, _a, y, seen=seen: seen.append(y)) for b in blocks]
+            run_model(model, rows)
+            runs.append([y if isinstance(y, Tensor) else y[0] for y in seen])
+            for hook in hooks:
+                hook.remove()
+    counted = next_tokens(rows).view(2, -1) != -100
+    expected = 0.0
+    for wanted, found in zip(*runs, strict=True):
+        share = (found - wanted).double().square().sum(-1) / wanted.double().square().sum(-1)
+        expected += float(share[counted].sum()) / len(runs[0])
+    assert float(nothing.abs()) < 1e-6
+    assert_close("hidden", more - plain, 2 * expected, 1e-4)
+    assert not any(block._forward_hooks for block in fw.families.family_of(teacher).blocks(teacher))
 
 
 def test_the_score_is_cross_entropy_in_every_stage() -> None:
