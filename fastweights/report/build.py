@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fastweights.provenance import write_text
+from fastweights.report.comparison import comparison_plots, comparison_tables, comparisons, order_text, table_of
 from fastweights.report.cost import cost_parts, cost_plots, cost_tables, winnings
 from fastweights.report.page import Bullets, Page, Section, Table, to_html, to_markdown
 from fastweights.report.plots import draw
@@ -35,6 +36,8 @@ from fastweights.report.training import comparison, outcomes, training_plots, tr
 TITLE = "What conversion cost and what it won"
 LOST_UNKNOWN = "Not measured here: the result of an evaluation (fastweights eval) would tell."
 WON_UNKNOWN = "Not measured here: the result of a cost measurement (fastweights profile) would tell."
+# More runs than this cannot be told apart in one plot, nor read one sentence after another: tables of runs show theirs.
+MANY_RUNS = 12
 
 
 def make_report(results: Sequence[ResultFile], folder: str | os.PathLike, *, title: str | None = None) -> Path:
@@ -72,11 +75,18 @@ def compare_curves(
 def sections_of(results: Sequence[Result]) -> list[Section]:
     models, runs = models_in(results), runs_in(results)
     costs = [part for result in results if result.kind == "cost" for part in cost_parts(result)]
-    lost = [*losses(models), *outcomes(runs)] or [LOST_UNKNOWN]
+    compared = comparisons(runs)
+    told = runs if len(runs) <= MANY_RUNS else [run for run in runs if not table_of(run)]
+    orders = [f"{of.name}: {order}" for of in compared if (order := order_text(of))]
+    lost = [*losses(models), *outcomes(told), *orders] or [LOST_UNKNOWN]
     won = winnings(models, costs) or [WON_UNKNOWN]
     cost_suffixes = ["", *(f"_{i}" for i in range(2, len(costs) + 1))]
     made = [
         Section("Summary", [Bullets(lost, "What was lost"), Bullets(won, "What was won")]),
+        *(
+            Section(of.name, [*comparison_tables(of), *plots])
+            for of, plots in zip(compared, comparison_plots(compared), strict=True)
+        ),
         Section("Quality", [*model_tables(models), *position_plots(models), *position_tables(models)]),
         Section("Recall", [*recall_plots(models), *recall_tables(models)]),
         Section("Tasks", task_tables(models)),
@@ -85,10 +95,10 @@ def sections_of(results: Sequence[Result]) -> list[Section]:
             [
                 block
                 for cost, suffix in zip(costs, cost_suffixes, strict=False)
-                for block in (*cost_plots(cost, suffix), *cost_tables(cost))
+                for block in (*cost_plots(cost, suffix), *cost_tables(cost, suffix))
             ],
         ),
-        Section("Training", [*training_tables(runs), *training_plots(runs)]),
+        Section("Training", [*training_tables(runs), *training_plots(told)]),
         Section("Where the numbers come from", [provenance_table(results)]),
     ]
     return [section for section in made if section.blocks]
@@ -113,7 +123,7 @@ def provenance_table(results: Sequence[Result]) -> Table:
         ]
         for result in results
     ]
-    return Table(["file", "kind", *names, "tokens"], rows, names=6)
+    return Table(["file", "kind", *names, "tokens"], rows, names=6, name="provenance")
 
 
 def _flat(value: Any) -> str:

@@ -105,7 +105,7 @@ def cost_plots(cost: Result, suffix: str) -> list[Block]:
     return plots
 
 
-def cost_tables(cost: Result) -> list[Table]:
+def cost_tables(cost: Result, suffix: str = "") -> list[Table]:
     entries = objects(cost.body, "models")
     measures = _measures(cost)
     header = ["tokens", *(f"{entry.get('name')}: {m.column}" for entry in entries for m in measures.values())]
@@ -114,7 +114,8 @@ def cost_tables(cost: Result) -> list[Table]:
     rows = [[whole(length), *(measure.text(curve.get(length)) for curve, measure in curves)] for length in lengths]
     stretched = [str(entry.get("name")) for entry in entries if entry.get("positions")]
     note = f" The position table of {', '.join(stretched)} was repeated for timing." if stretched else ""
-    return table(header, rows, [cost], names=0, note=note + _left_out(entries))
+    name = f"cost{suffix.replace('_', ' ')}"
+    return table(name, header, rows, [cost], names=0, note=note + _left_out(entries))
 
 
 def _left_out(entries: Sequence[dict[str, Any]]) -> str:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import base64
 import html
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -31,21 +32,27 @@ class Code:
 
 @dataclass(frozen=True)
 class Table:
-    """The first `names` columns are words, the others numbers; `note` stands below."""
+    """The first `names` columns are words, the others numbers; `note` stands below; a page asks for it by `name`."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     names: int = 1
     note: str = ""
+    name: str = ""
 
 
 @dataclass(frozen=True)
 class Plot:
-    """`file` is its place beside the Markdown page, `caption` says what it shows."""
+    """`file` is its place beside the Markdown page, `caption` says what it shows; a page asks for it by `name`."""
 
     file: str
-    svg: str
+    draw: Callable[[], str]
     caption: str
+    name: str
+
+    @cached_property
+    def svg(self) -> str:
+        return self.draw()
 
 
 Block = Text | Bullets | Code | Table | Plot
@@ -70,7 +77,7 @@ class Page:
 def to_markdown(page: Page) -> str:
     parts = [f"# {_plain(page.title)}"]
     for section in page.sections:
-        parts += [f"## {_plain(section.title)}", *map(_block_markdown, section.blocks)]
+        parts += [f"## {_plain(section.title)}", *map(block_markdown, section.blocks)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -79,7 +86,7 @@ def _plain(text: str) -> str:
     return re.sub(r"([\\`*\[\]<>|&~#$]|(?<!\w)_|_(?!\w))", r"\\\1", " ".join(text.split()))
 
 
-def _block_markdown(block: Block) -> str:
+def block_markdown(block: Block) -> str:
     match block:
         case Text(words):
             return _plain(words)
@@ -89,7 +96,7 @@ def _block_markdown(block: Block) -> str:
             return f"```{language}\n{code.rstrip()}\n```"
         case Table():
             return _table_markdown(block)
-        case Plot(file, _, caption):
+        case Plot(file=file, caption=caption):
             return f"![{_plain(caption)}]({file})"
 
 
@@ -153,8 +160,8 @@ def _block_html(block: Block) -> str:
             return f"<pre>{_tag('code', code)}</pre>"
         case Table():
             return _table_html(block)
-        case Plot(_, svg, caption):
-            source = base64.b64encode(svg.encode()).decode()
+        case Plot(caption=caption):
+            source = base64.b64encode(block.svg.encode()).decode()
             image = f'<img alt="{html.escape(caption)}" src="data:image/svg+xml;base64,{source}">'
             return f"<figure>\n{image}\n{_tag('figcaption', caption)}\n</figure>"
 

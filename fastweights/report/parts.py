@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from fastweights.report.page import Plot, Table
@@ -10,28 +11,39 @@ from fastweights.report.plots import Line, Panel, draw
 from fastweights.report.results import MISSING, Entry, Result, finite, objects, whole
 
 Sources = Iterable[Entry | Result]
+MOST_FILES = 8
 
 
 def source(sources: Sources) -> str:
-    return f"From {', '.join(dict.fromkeys(source.file for source in sources))}."
+    """Of many files the first three: the last table of a report has all."""
+    files = list(dict.fromkeys(source.file for source in sources))
+    shown = files if len(files) <= MOST_FILES else [*files[:2], f"{files[2]} and {len(files) - 3} more files"]
+    return f"From {', '.join(shown)}."
 
 
-def plot(name: str, panel: Panel, sources: Sources) -> list[Plot]:
-    """None where nothing was measured."""
+def plot(file: str, panel: Panel, sources: Sources, name: str = "") -> list[Plot]:
+    """None where nothing was measured. Its name is that of its file unless it is given one."""
     caption = f"{panel.title}. {source(sources)}"
-    return [] if panel.is_empty else [Plot(f"plots/{name}.svg", draw(panel), caption)]
+    name = name or f"{file.replace('_', ' ')} plot"
+    return [] if panel.is_empty else [Plot(f"plots/{file}.svg", partial(draw, panel), caption, name)]
 
 
 def table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], sources: Sources, names: int, note: str = ""
+    name: str,
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    sources: Sources,
+    names: int,
+    note: str = "",
 ) -> list[Table]:
     """None without rows; columns in which nothing was measured are left out."""
     kept = [i for i in range(len(header)) if i < names or any(row[i] != MISSING for row in rows)]
     shown = [[row[i] for i in kept] for row in rows]
-    return [Table([header[i] for i in kept], shown, names, source(sources) + note)] if rows else []
+    return [Table([header[i] for i in kept], shown, names, source(sources) + note, name)] if rows else []
 
 
 def pivot(
+    name: str,
     models: Sequence[Entry],
     path: Sequence[str],
     key: Sequence[str],
@@ -47,8 +59,8 @@ def pivot(
     for place in sorted({place for found in measured for place in found}):
         some = next(found[place] for found in measured if place in found)
         cells = [text(found.get(place, {}).get(value)) for found in measured]
-        rows.append([*map(whole, place), *cells, *(text(some.get(name)) for name in shared)])
-    return table([*header, *(model.label for model in models), *shared], rows, models, names=0)
+        rows.append([*map(whole, place), *cells, *(text(some.get(field)) for field in shared)])
+    return table(name, [*header, *(model.label for model in models), *shared], rows, models, names=0)
 
 
 def by_key(entry: Entry, path: Sequence[str], key: Sequence[str]) -> dict[tuple[float, ...], dict[str, Any]]:

@@ -17,6 +17,7 @@ Point = tuple[float, float]
 GREY = "#808b96"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 MARKERS = "sD^vPX"
+DASHES = ("-", "--", ":", "-.")
 INK, PAPER, GRID = "#24292f", "#ffffff", "#d8dee4"
 DARK = {INK: "#e6edf3", PAPER: "#14181d", GRID: "#343c44"}
 STYLE = {
@@ -46,8 +47,8 @@ NAME_HEIGHT = 0.07
 
 @dataclass(frozen=True)
 class Line:
-    """`colour` counts the palette, None is the base model's grey; `faint` is one of several seeds; `ends_badly` puts a
-    cross where a run diverged."""
+    """`colour` counts the palette, None is the base model's grey; `dash` counts the ways to draw a line of one colour;
+    `faint` is one of several seeds; `ends_badly` puts a cross where a run diverged."""
 
     label: str
     points: Sequence[tuple[Any, Any]]
@@ -55,6 +56,7 @@ class Line:
     faint: bool = False
     markers: bool = True
     ends_badly: bool = False
+    dash: int = 0
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,7 @@ def _draw_line(axes: Any, line: Line, points: list[Point]) -> None:
         [x for x, _ in points],
         [y for _, y in points],
         color=colour,
-        linestyle="-" if index < len(COLOURS) else "--",
+        linestyle=DASHES[(index // len(COLOURS) + line.dash) % len(DASHES)],
         linewidth=0.9 if line.faint else 2.2,
         alpha=0.5 if line.faint else 1.0,
         marker=marker if line.markers and few and not line.faint else None,

@@ -81,8 +81,8 @@ def model_tables(models: Sequence[Entry]) -> list[Table]:
     header = ["model", "data", "window", "context", "perplexity", "× base", "by word", "bits per byte", "tokens"]
     cells = [_perplexity_cells(model, base_of(model, models), row) for model, row in rows]
     return [
-        *table(["model", "rule", "parameters", "state"], about, models, names=2),
-        *table(header, cells, [model for model, _ in rows], names=2),
+        *table("models", ["model", "rule", "parameters", "state"], about, models, names=2),
+        *table("perplexity", header, cells, [model for model, _ in rows], names=2),
     ]
 
 
@@ -122,7 +122,7 @@ def position_plots(models: Sequence[Entry]) -> list[Plot]:
 def position_tables(models: Sequence[Entry]) -> list[Table]:
     header = ["from token", "to"]
     key = ("from", "to")
-    return pivot(_by_position(models), ("by_position",), key, "perplexity", perplexity_text, header=header)
+    return pivot("position", _by_position(models), ("by_position",), key, "perplexity", perplexity_text, header=header)
 
 
 def _by_position(models: Sequence[Entry]) -> list[Entry]:
@@ -154,6 +154,7 @@ def recall_tables(models: Sequence[Entry]) -> list[Table]:
         made
         for probe, what in PROBES.items()
         for made in pivot(
+            f"recall {probe}",
             _probed(models, probe),
             ("recall", probe),
             key,
@@ -196,7 +197,7 @@ def task_tables(models: Sequence[Entry]) -> list[Table]:
         if "_stderr" not in metric
     ]
     header = ["task", "measure", "model", "score", "difference to the base"]
-    return table(header, sorted(rows, key=lambda row: (row[0], row[1])), measured, names=3)
+    return table("tasks", header, sorted(rows, key=lambda row: (row[0], row[1])), measured, names=3)
 
 
 def _score_cells(metrics: dict[str, Any], base: dict[str, Any], metric: str) -> list[str]:

@@ -68,8 +68,8 @@ def training_tables(runs: Sequence[Entry]) -> list[Table]:
     note = "".join(f" {run.label} {_divergence(run)}." for run in runs if run.diverged)
     header = ["run", "settings", "tokens", "time", "best perplexity", "last", "base", "best × base"]
     return [
-        *table(header, [_run_cells(run) for run in runs], runs, names=2, note=note),
-        *table(["run", "stage", "loss", "steps", "tokens", "time"], stages, runs, names=3),
+        *table("runs", header, [_run_cells(run) for run in runs], runs, names=2, note=note),
+        *table("stages", ["run", "stage", "loss", "steps", "tokens", "time"], stages, runs, names=3),
     ]
 
 
@@ -92,28 +92,35 @@ def training_plots(runs: Sequence[Entry]) -> list[Plot]:
     x_label = f"tokens ({stages})" if stages else "tokens"
     losses = [line for i, run in enumerate(runs) for line in _loss_lines(run, i)]
     validations = [
-        Line(run.label, _validation(run.body), i, ends_badly=bool(run.diverged)) for i, run in enumerate(runs)
+        Line(run.label, validation_of(run.body), i, ends_badly=bool(run.diverged)) for i, run in enumerate(runs)
     ]
-    bases = {finite(value_at(run.body, "base", "perplexity")) for run in runs}
     loss = Panel("Training loss", x_label, "loss", losses, log_y=is_wide(losses), borders=borders)
-    validation = _validation_panel(x_label, validations, sorted(base for base in bases if base), borders)
+    validation = validation_panel(x_label, validations, bases_of(runs), borders)
     return [*plot("loss", loss, runs), *plot("validation", validation, runs)]
 
 
-def _validation(run: dict[str, Any]) -> list[tuple[Any, Any]]:
+def validation_of(run: dict[str, Any]) -> list[tuple[Any, Any]]:
     return points(objects(run, "validation"), "tokens", "perplexity")
 
 
-def _validation_panel(
-    x_label: str, lines: Sequence[Line], bases: Sequence[float], borders: Sequence[tuple[float, str]] = ()
+def bases_of(runs: Sequence[Entry]) -> list[float]:
+    """The base model's perplexity: more than one where runs were validated differently."""
+    found = {finite(value_at(run.body, "base", "perplexity")) for run in runs}
+    return sorted(base for base in found if base)
+
+
+def validation_panel(
+    x_label: str,
+    lines: Sequence[Line],
+    bases: Sequence[float],
+    borders: Sequence[tuple[float, str]] = (),
+    title: str = "Validation perplexity",
 ) -> Panel:
     levels = [(base, f"base model: {perplexity_text(base)}") for base in bases]
     shown = _shown_range(lines, bases)
     y_label = "perplexity" if shown is None else f"perplexity (cut off at {axis_text(shown[1])})"
     wide = is_wide(lines, levels)
-    return Panel(
-        "Validation perplexity", x_label, y_label, lines, log_y=wide, y_range=shown, levels=levels, borders=borders
-    )
+    return Panel(title, x_label, y_label, lines, log_y=wide, y_range=shown, levels=levels, borders=borders)
 
 
 def _shown_range(lines: Sequence[Line], bases: Sequence[float]) -> tuple[float, float] | None:
@@ -165,17 +172,17 @@ def _stage_starts(run: Entry) -> Iterator[tuple[float, str]]:
 
 def comparison(runs: Mapping[str, Sequence[dict[str, Any]]], base: float | None) -> Panel:
     """Validation perplexity of several runs under each label: a thin line for each, a thick one for their mean."""
-    lines = [line for colour, label in enumerate(runs) for line in _seed_lines(label, runs[label], colour)]
-    return _validation_panel("tokens", lines, [] if base is None else [base])
+    lines = [line for colour, label in enumerate(runs) for line in seed_lines(label, runs[label], colour)]
+    return validation_panel("tokens", lines, [] if base is None else [base])
 
 
-def _seed_lines(label: str, runs: Sequence[dict[str, Any]], colour: int) -> list[Line]:
+def seed_lines(label: str, runs: Sequence[dict[str, Any]], colour: int, dash: int = 0) -> list[Line]:
     """A run that diverged ends in a cross, marks the label and is left out of the mean."""
     diverged = [run for run in runs if run.get("diverged")]
-    thin = [Line("", _validation(run), colour, faint=True, ends_badly=run in diverged) for run in runs]
-    sound = [dict(_validation(run)) for run in runs if run not in diverged]
+    thin = [Line("", validation_of(run), colour, faint=True, ends_badly=run in diverged, dash=dash) for run in runs]
+    sound = [dict(validation_of(run)) for run in runs if run not in diverged]
     name = f"{label}* ({len(diverged)} of {len(runs)} diverged)" if diverged else label
-    return [*thin, Line(name, _mean(sound), colour, markers=False)]
+    return [*thin, Line(name, _mean(sound), colour, markers=False, dash=dash)]
 
 
 def _mean(curves: Sequence[dict[Any, Any]]) -> list[tuple[Any, Any]]:
