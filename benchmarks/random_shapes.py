@@ -25,6 +25,7 @@ import multiprocessing
 import queue
 import random
 import time
+from collections import Counter
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ LIMITS = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 1e-2}
 # float16 has less than its full precision below 6e-5.
 SMALLEST = {"float32": 1e-6, "float16": 1e-5, "bfloat16": 1e-6}
 CANCELLED = 0.3
-KINDS = 48
+KINDS = 144
 BLOCKS = [(16, 16), (16, 64), (32, 64), (64, 64), (64, 128), (128, 64), (128, 128), (32, 256)]
 FLAGS = [(), ("state",), ("state", "mask"), ("reset",), ("state", "mask", "reset")]
 LOOP_EVERY = 50
@@ -250,6 +251,7 @@ def main() -> None:
         "cases": len(cases),
         "against the loop": sum(case["seed"] % LOOP_EVERY == 0 for case in cases),
         "failed": len(failed),
+        "failed by rule, dtype and kind": Counter(f"{c['rule']}, {c['dtype']}, {c['seed'] % KINDS}" for c in failed),
         "failures": failed[:100],
         "broken processes": broken,
         "seconds": time.time() - began,

@@ -7,7 +7,7 @@ import os
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -16,14 +16,13 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from fastweights import __version__
+from fastweights.cli_measure import evaluate, profile, report
+from fastweights.cli_rank import rank
 from fastweights.config import FastWeightsConfig, Sampling
 from fastweights.options import (
-    COST_OUTPUT_HELP,
-    LENGTHS_HELP,
-    PROFILED_HELP,
-    check_output,
+    DTYPE_HELP,
+    Dtype,
     given_options,
-    parse_numbers,
     reports_errors,
     stage_help,
     takes_changes,
@@ -34,9 +33,7 @@ from fastweights.options import (
 if TYPE_CHECKING:
     from fastweights.describe import Description
 
-Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 SavedModel = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a saved model, converted or not.")]
-DTYPE_HELP = "Precision of the weights; by default the checkpoint's own."
 
 app = typer.Typer(
     help="Pretrained Transformers into recurrent models.",
@@ -246,156 +243,60 @@ def _print_training(result: dict[str, Any], folder: Path) -> None:
     )
 
 
-@app.command("eval")
-@reports_errors
-def evaluate(
-    models: Annotated[
-        list[str],
-        typer.Argument(metavar="MODEL...", help="Models: folders, hub ids, GGUF files; the base first."),
-    ],
-    data: Annotated[list[str], typer.Option(help="Text for perplexity; may be given again.")] = [],  # noqa: B006
-    length: Annotated[
-        int | None, typer.Option(help="Tokens of a window; by default 1024, or what all models have positions for.")
-    ] = None,
-    context: Annotated[str, typer.Option(help="Tokens of a window that are seen and not scored, such as 0,480.")] = "0",
-    by_position: Annotated[bool, typer.Option("--by-position", help="Loss by position in the window.")] = False,
-    position_length: Annotated[int | None, typer.Option(help="Window of --by-position; by default --length.")] = None,
-    recall: Annotated[bool, typer.Option("--recall", help="Recall of pairs and copying, by distance.")] = False,
-    tasks: Annotated[str, typer.Option(help="lm-eval tasks, such as lambada,hellaswag.")] = "",
-    task_folder: Annotated[
-        Path | None, typer.Option(help="Folder with the tasks' JSON lines; by default lm-eval downloads them.")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(help="Items of each task, at most.")] = None,
-    text_field: Annotated[str, typer.Option(help="Field of JSON lines and data sets that holds the text.")] = "text",
-    batch_size: Annotated[int, typer.Option(help="Windows at once.")] = 8,
-    device: Annotated[str | None, typer.Option(help="Device to run on; by default a GPU where there is one.")] = None,
-    dtype: Annotated[Dtype, typer.Option(help=DTYPE_HELP)] = "auto",
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON file for the result.")] = None,
-) -> None:
-    """Measure models and compare them: perplexity, recall, lm-eval tasks."""
-    from transformers.utils import logging
-
-    from fastweights.evaluate import evaluate as measure
-    from fastweights.evaluate import window_for
-    from fastweights.provenance import write_result
-    from fastweights.sources import read_text
-
-    logging.disable_progress_bar()
-    check_output(output)
-    contexts = parse_numbers("--context", context)
-    texts = {_short(source, data): read_text(source, text_field) for source in data}
-    usable = usable_device(device)
-    with Console(stderr=True).status("loading"):
-        loaded = {name: _load_any(name, dtype, usable) for name in models}
-    result = measure(
-        {_short(name, models): pair for name, pair in loaded.items()},
-        data=texts,
-        length=length or window_for([model for model, _ in loaded.values()]),
-        contexts=contexts,
-        tasks=[task for task in tasks.split(",") if task],
-        recall=recall,
-        by_position=by_position,
-        position_length=position_length,
-        limit=limit,
-        task_folder=task_folder,
-        batch_size=batch_size,
-    )
-    _print_tables(result)
-    if output is not None:
-        write_result(output, result)
-
-
-def _short(name: str, names: list[str]) -> str:
-    """A model's name without its folder, where that tells it apart."""
-    return Path(name).name if len({Path(other).name for other in names}) == len(names) else name
-
-
-def _load_any(model: str, dtype: str, device: str) -> tuple[Any, Any]:
-    from fastweights.convert import load, load_tokenizer
-
-    return load(model, dtype=dtype).to(device).eval(), load_tokenizer(model)
-
-
-def _print_tables(result: dict[str, Any]) -> None:
-    from fastweights.report import tables_of
-
-    console = Console()
-    for table in tables_of(result):
-        shown = Table(
-            *(Column(h, justify="left" if i < table.names else "right") for i, h in enumerate(table.header)), box=None
-        )
-        for row in table.rows:
-            shown.add_row(*map(escape, row))
-        console.print(shown, "")
-
-
 @app.command()
 @reports_errors
-def profile(
-    models: Annotated[list[str] | None, typer.Argument(metavar="[MODEL]...", help=PROFILED_HELP)] = None,
-    layer: Annotated[bool, typer.Option("--layer", help="Only the layer of the paper's Figure 1.")] = False,
-    lengths: Annotated[str | None, typer.Option(help=LENGTHS_HELP)] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Texts at once: 1, for the layer 32.")] = None,
-    heads: Annotated[int | None, typer.Option(min=1, help="Heads of the layer: the paper's 1.")] = None,
-    compile: Annotated[bool, typer.Option("--compile", help="Compile every step with torch.compile.")] = False,
-    device: Annotated[str | None, typer.Option(help="Device to run on; by default a GPU where there is one.")] = None,
-    dtype: Annotated[Dtype, typer.Option(help=DTYPE_HELP)] = "auto",
-    output: Annotated[Path | None, typer.Option("--output", "-o", help=COST_OUTPUT_HELP)] = None,
-    source: Annotated[Path | None, typer.Option("--from", help="Draw this result again; measures nothing.")] = None,
-    context: typer.Context = None,  # type: ignore[assignment]
+def compare(
+    grid: Annotated[str, typer.Argument(metavar="GRID", help="Name of a shipped grid (paper), or a YAML file.")],
+    model: Annotated[str, typer.Option(help="The base of all runs: a hub id, a folder or a GGUF file.")],
+    data: Annotated[str, typer.Option(help="Text to train on, as for train.")],
+    validation: Annotated[str, typer.Option(help="Text to validate on, as --data.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for runs and results.")],
+    test: Annotated[list[str], typer.Option(help="Text for each best model's perplexity; may be given again.")] = [],  # noqa: B006
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at once, each a process; they share the device.")] = 1,
+    only: Annotated[str, typer.Option(help="Only these runs of the grid: NAME,NAME.")] = "",
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the models of finished runs.")] = False,
+    change: Annotated[list[str], typer.Option("--set", help="Change every run's recipe, as --set of train.")] = [],  # noqa: B006
+    limit: Annotated[int | None, typer.Option(min=1, help="Tokens to read of the data, at most.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, or by default a GPU where there is one.")] = None,
 ) -> None:
-    """Time and memory of one more token after texts of several lengths. A converted model alone is compared with the
-    model it was made from, where that is found."""
+    """Train many variants of one model and compare them. Stopped or killed, it goes on with the same command."""
+    from fastweights.grid import choose, load_grid, with_changes
+    from fastweights.recipe import parse_changes
+
+    # before torch is imported: what is wrong here is said at once
+    chosen = with_changes(choose(load_grid(grid), only.split(",")), parse_changes(change))
     from transformers.utils import logging
 
-    from fastweights.profiled import figure, figure_beside, read_cost
-    from fastweights.profiled import profile as measure
-    from fastweights.provenance import write_result
+    from fastweights.compare import compare as run
+    from fastweights.compare import make_setup
 
     logging.disable_progress_bar()
-    check_output(output, is_picture=source is not None)
-    if source is not None:
-        if others := given_options(context, besides=("source", "output")):
-            raise ValueError(f"--from draws a result again: give it without {', '.join(others)}")
-        cost = read_cost(source)
-        _print_tables(cost.body)
-        typer.echo(figure(cost, output or source), err=True)
-        return
-    result = measure(
-        {_short(name, models or []): name for name in models or []},
-        lambda text: typer.echo(text, err=True),
-        layer=layer,
-        lengths=None if lengths is None else parse_numbers("--lengths", lengths),
-        batch=batch,
-        heads=heads,
-        device=usable_device(device),
-        dtype=dtype,
-        compiled=compile,
-    )
-    _print_tables(result)
-    if output is not None:
-        write_result(output, result)
-        typer.echo(figure_beside(output), err=True)
+    if device not in (None, "cpu"):
+        usable_device(device)
+    setup = make_setup(output, model, data, validation, test, limit=limit, device=device, keep=keep)
+    outcome = run(chosen, setup, at_once=jobs)
+    _print_comparison(outcome.results, list(setup.tests))
+    outcome.check()
 
 
-@app.command()
-@reports_errors
-def report(
-    results: Annotated[list[Path], typer.Argument(metavar="RESULT...", help="JSON files of train, eval, profile.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for report.md and report.html.")] = Path(
-        "report"
-    ),
-    title: Annotated[str | None, typer.Option(help="Title of the page.")] = None,
-    card: Annotated[Path | None, typer.Option(help="Also write a model card into this saved model's folder.")] = None,
-    base_name: Annotated[str | None, typer.Option(help="Hub id of the base model, for the card.")] = None,
-    license: Annotated[str | None, typer.Option(help="Licence, for the card.")] = None,
-) -> None:
-    """Turn results into a page with tables and plots, and into a model card for the hub."""
-    from fastweights.report import make_report, write_model_card
+def _print_comparison(results: list[dict[str, Any]], tests: list[str]) -> None:
+    headers = ("tokens", "validation", *tests, "diverged")
+    table = Table("run", *(Column(escape(header), justify="right") for header in headers), box=None)
+    for result in results:
+        measured = {test["data"]: test["token"] for test in result["tests"]}
+        best, diverged = result["best"], result["diverged"]
+        perplexities = [best and best["perplexity"], *(measured.get(test) for test in tests)]
+        shown = ["–" if value is None else f"{value:,.2f}" for value in perplexities]
+        ended = "" if diverged is None else f"step {diverged['step']}"
+        table.add_row(escape(result["name"]), f"{result['tokens']:,}", *shown, ended)
+    if results:
+        Console().print(table)
 
-    typer.echo(str(make_report(results, output, title=title)))
-    if card is not None:
-        typer.echo(str(write_model_card(results, card, base_name=base_name, license=license)))
+
+app.command("eval")(evaluate)
+app.command()(profile)
+app.command()(report)
+app.command()(rank)
 
 
 @app.command()

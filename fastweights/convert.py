@@ -32,7 +32,7 @@ def convert(model: Any, config: FastWeightsConfig | None = None) -> Any:
         raise ConfigError(f"this {type(model).__name__} is already converted: start from the pretrained model")
     family = family_of(model)
     blocks = family.blocks(model)
-    _check_layers(config, len(blocks))
+    check_layers(config, len(blocks))
     if getattr(model.config, "add_cross_attention", False):
         raise ConfigError("a model with cross-attention (add_cross_attention=True) cannot be converted")
     new = {
@@ -53,7 +53,7 @@ def _forget_gguf(model: Any) -> None:
         del model.hf_quantizer, model.is_quantized, model.quantization_method, model.config.quantization_config
 
 
-def _check_layers(config: FastWeightsConfig, count: int) -> None:
+def check_layers(config: FastWeightsConfig, count: int) -> None:
     beyond = [i for i in config.layers or () if i >= count]
     if beyond:
         raise ConfigError(f"layers={beyond} do not exist: the model has {count} layers, numbered 0 to {count - 1}")

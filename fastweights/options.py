@@ -8,13 +8,15 @@ import re
 from collections.abc import Callable
 from dataclasses import Field, fields
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
 from fastweights.config import ConfigError, FastWeightsConfig, Sampling
 from fastweights.recipe import Recipe, RecipeError, Stage, Stopped
 
+Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
+DTYPE_HELP = "Precision of the weights; by default the checkpoint's own."
 PROFILED_HELP = "Models to compare, the base first; by default the paper's layer and the packaged model."
 LENGTHS_HELP = "Text lengths, in tokens; by default 128 to 65,536, for models on a CPU 256 to 16,384."
 COST_OUTPUT_HELP = "JSON file for the result; its figure is drawn beside it, as .png and .svg."

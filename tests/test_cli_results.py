@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers import error_of, run, save_model, succeed
-from sample_results import svg_texts
+from sample_results import COST, svg_texts, write
 
 from fastweights.report import model_card
 
@@ -129,3 +129,15 @@ def test_lengths_are_numbers(models: tuple[Path, Path]) -> None:
     assert (
         error_of("profile", models[1], "--lengths", "4,x") == "--lengths takes whole numbers such as 0,480, found '4,x'"
     )
+
+
+def test_report_fills_pages(tmp_path: Path) -> None:
+    write(tmp_path, {"cost": COST})
+    page = tmp_path / "page.md"
+    page.write_text("<!-- results: cost.json -->\n<!-- report: cost -->\n<!-- end -->\n")
+    stale = run("report", "--fill", page, "--check")
+    assert stale.exit_code == 1 and stale.stdout == f"{page}: not up to date\n" and "|" not in page.read_text()
+    assert succeed("report", "--fill", page).stdout == f"{page}: filled\n"
+    assert succeed("report", "--fill", page, "--check").stdout == succeed("report", "--fill", page).stdout == ""
+    assert "--check goes with --fill" in error_of("report", tmp_path / "cost.json", "--check")
+    assert "give it without --output" in error_of("report", "--fill", page, "-o", tmp_path / "report")

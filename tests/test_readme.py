@@ -17,7 +17,18 @@ from fastweights.report.results import perplexity_text
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "docs/generation.md"]
-LINKED = ["settings", "experiments", "training", "evaluation", "report", "profile", "speed"]
+LINKED = [
+    "settings",
+    "experiments",
+    "training",
+    "compare",
+    "hybrids",
+    "paper",
+    "evaluation",
+    "report",
+    "profile",
+    "speed",
+]
 
 
 def _blocks(page: str, language: str) -> list[str]:

@@ -160,8 +160,8 @@ def assert_same_run(found: Path, expected: Path) -> None:
 
 
 # Processes start from one that has imported everything: that takes many times longer than the runs.
-_PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["fastweights.train", "transformers.models.gpt2.modeling_gpt2", "helpers"])
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["fastweights.compare", "transformers.models.gpt2.modeling_gpt2", "helpers"])
 
 
 def _program(arguments: list[str], environment: dict[str, str], output: Path, largest_file: int | None) -> None:
@@ -172,8 +172,10 @@ def _program(arguments: list[str], environment: dict[str, str], output: Path, la
     torch.set_num_threads(1)
     if largest_file is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+    from fastweights import compare
     from fastweights.cli import main
 
+    compare.PROCESSES = multiprocessing.get_context("fork")  # the runs of a comparison, too, are to start at once
     sys.argv = ["fastweights", *arguments]
     main()
 
@@ -184,7 +186,7 @@ class Program:
     def __init__(self, output: Path, *arguments: Any, largest_file: int | None = None, **environment: Any) -> None:
         self.output_file = output
         variables = {name: str(value) for name, value in environment.items()}
-        self.process = _PROCESSES.Process(
+        self.process = PROCESSES.Process(
             target=_program, args=([str(a) for a in arguments], variables, output, largest_file)
         )
         self.process.start()
