@@ -58,6 +58,12 @@ def test_what_is_no_grid(tmp_path: Path, text: str) -> None:
     assert BAD[text] in str(found.value) and str(found.value).startswith(str(tmp_path))
 
 
+@pytest.mark.parametrize("name", ["paper", "paper_longer", "smollm2"])
+def test_shipped_grids_are_defined(name: str) -> None:
+    variants = load_grid(name)
+    assert variants and all(variant.cell for variant in variants)
+
+
 def test_the_shipped_grid_is_the_papers_tables() -> None:
     variants = load_grid("paper")
     assert len({variant.name for variant in variants}) == len(variants) == 22

@@ -55,7 +55,8 @@ def solve(
     tiles = tl.cdiv(length, TILE)
     head, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     row = (head // heads).to(tl.int64) * length
-    i, begin = tl.arange(0, TILE), tile * TILE
+    # in 64 bits: Triton 3.6 packs a shift of 32 into one register with the thread's number, which then spills into it
+    i, begin = tl.arange(0, TILE), tile.to(tl.int64) * TILE
     here = (row + begin) * heads + head % heads
     real, reset, _ = read_flags(flags + row + begin, i, begin + i < length, FLAGS)
     kt, gate, _, same, _, _, _ = read_keys(
