@@ -55,10 +55,12 @@ def head_of(model: Any) -> Head:
 @dataclass(frozen=True)
 class Aim:
     """What is minimised, summed over the tokens that have a label: the divergence from a teacher's distribution (where
-    there is a teacher), both taken at a temperature, and the cross-entropy times its weight."""
+    there is a teacher), both taken at a temperature, and the cross-entropy times its weight. With `top_k` it is the
+    divergence of the teacher's k likeliest tokens and of all the others as one."""
 
     cross_entropy: float = 1.0
     temperature: float = 1.0
+    top_k: int = 0
     compiled: bool = False
 
 
@@ -98,7 +100,13 @@ class _HeadLoss(torch.autograd.Function):
             answer = None
             if teacher is not None and taught is not None:
                 answer = F.linear(taught[at], teacher.weight, teacher.bias)
-            numbers = (softcap, None if teacher is None else teacher.softcap, aim.cross_entropy, aim.temperature)
+            numbers = (
+                softcap,
+                None if teacher is None else teacher.softcap,
+                aim.cross_entropy,
+                aim.temperature,
+                aim.top_k,
+            )
             loss, gradient = of_chunk(logits, answer, labels[at], *numbers, any(wanted))
             losses.append(loss)
             if gradient is None:
@@ -126,6 +134,7 @@ def _chunk(
     teacher_softcap: float | None,
     cross_entropy: float,
     temperature: float,
+    top_k: int,
     with_gradient: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """The loss of some tokens, and its gradient by `logits`."""
@@ -136,10 +145,13 @@ def _chunk(
     loss, gradient = torch.zeros_like(chances[:, 0]), torch.zeros_like(chances)
     if answer is not None:
         taught = (_capped(answer.to(wide), teacher_softcap) / temperature).log_softmax(-1)
-        share = taught.exp()
+        found, share = chances.exp(), taught.exp()
+        divergence, difference = (share * (taught - chances)).sum(-1), found - share
+        if top_k:
+            divergence, difference = _divergence_of_few(found, share, top_k)
         # scaled as if the temperature were 1
-        loss = loss + temperature**2 * (share * (taught - chances)).sum(-1)
-        gradient = gradient + temperature * (chances.exp() - share)
+        loss = loss + temperature**2 * divergence
+        gradient = gradient + temperature * difference
     if cross_entropy:
         own = chances if temperature == 1 else capped.log_softmax(-1)
         label = labels.clamp(min=0)[:, None]
@@ -152,6 +164,16 @@ def _chunk(
     if softcap is not None:
         gradient = gradient * (1 - (capped / softcap).square())
     return total, torch.where(counted[:, None], gradient, 0.0).to(logits.dtype)
+
+
+def _divergence_of_few(found: Tensor, wanted: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Of distributions [N,V]; its gradient is by the logits of `found`."""
+    few = torch.zeros_like(wanted, dtype=torch.bool).scatter_(1, wanted.topk(top_k, 1).indices, True)
+    tiny = torch.finfo(found.dtype).tiny
+    rests = [torch.where(few, 0.0, x).sum(-1, keepdim=True).clamp(min=tiny) for x in (found, wanted)]
+    terms = torch.where(few, wanted * (wanted.clamp(min=tiny) / found.clamp(min=tiny)).log(), 0.0).sum(-1)
+    divergence = terms + (rests[1] * (rests[1] / rests[0]).log())[:, 0]
+    return divergence, torch.where(few, found - wanted, found * (1 - rests[1] / rests[0]))
 
 
 def _capped(logits: Tensor, softcap: float | None) -> Tensor:

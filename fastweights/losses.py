@@ -44,10 +44,6 @@ def converted_layers(model: Any) -> dict[int, FastWeightsAttention]:
     return layers
 
 
-def logits_of(model: Any, batch: Batch, **options: Any) -> Tensor:
-    return run_model(model, batch, **options).logits
-
-
 def run_model(model: Any, batch: Batch, **options: Any) -> Any:
     """Documents are kept apart. Without a border in the batch no positions are given: attention then needs no mask."""
     inputs: dict[str, Any] = {"input_ids": batch["input_ids"], "use_cache": False, **options}
@@ -63,10 +59,6 @@ def hidden_of(model: Any, batch: Batch) -> Tensor:
     with without_head(model) as seen:
         run_model(model, batch)
     return seen[0].flatten(0, 1)
-
-
-def next_token_logits(model: Any, batch: Batch) -> Tensor:
-    return run_model(model, batch).logits[:, :-1].float()
 
 
 def next_tokens(batch: Batch) -> Tensor:
@@ -105,7 +97,7 @@ class Trainee(nn.Module):
             taught = hidden_of(self.teacher, batch)
         with self._block_outputs(self.student) as found:
             hidden = hidden_of(self.student, batch)
-        aim = Aim(self.stage.cross_entropy, self.stage.temperature, self.compiled)
+        aim = Aim(self.stage.cross_entropy, self.stage.temperature, self.stage.top_k, self.compiled)
         labels = next_tokens(batch)
         loss = head_loss(head_of(self.student), hidden, labels, aim, head_of(self.teacher), taught)
         errors = [_error(*pair, labels) for pair in zip(found, wanted, strict=True)]

@@ -22,7 +22,7 @@ from fastweights.convert import load, load_tokenizer, new_folder
 from fastweights.data import IGNORED
 from fastweights.families import family_of
 from fastweights.layer import FastWeightsAttention
-from fastweights.losses import Batch, converted_layers, fit_outputs, logits_of
+from fastweights.losses import Batch, converted_layers, fit_outputs, run_model
 from fastweights.models import CheckpointError, FastWeightsMixin, evaluating
 
 __all__ = ["RankingError", "hybrid_from", "rank_layers", "restored"]
@@ -108,12 +108,12 @@ def _divergences(
     for batch in batches:
         batch = _on_device(batch, student.device)
         with _autocast(student.device):
-            wanted = logits_of(teacher, batch)
+            wanted = run_model(teacher, batch).logits
         counted = (batch["labels"][:, 1:] != IGNORED).nonzero()
         count += len(counted)
         for number, layers in enumerate(choices):
             with restored(student, teacher, layers), _autocast(student.device):
-                sums[number] += _divergence(wanted, logits_of(student, batch), counted)
+                sums[number] += _divergence(wanted, run_model(student, batch).logits, counted)
             if not math.isfinite(sums[number]):
                 raise RankingError(
                     f"the divergence is {sums[number]} with {_named(layers)} restored: the model's numbers overflow; "

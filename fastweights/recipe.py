@@ -96,6 +96,9 @@ class Stage:
     final: float = _setting(0.1, "Share of the highest learning rate that a cosine falls to; 1 keeps it constant.")
     cross_entropy: float = _setting(0.0, "Weight of the cross-entropy beside the divergence when distilling.")
     temperature: float = _setting(1.0, "Temperature of both distributions when distilling.")
+    top_k: int = _setting(
+        0, "Distil the teacher's likeliest tokens, this many, and all the others as one; 0 for every token."
+    )
     hidden: float = _setting(
         0.0, "Weight of the error of every block's output, in shares of the teacher's, beside the divergence."
     )
@@ -121,6 +124,7 @@ class Stage:
             ("warmup", 0, 1),
             ("final", 0, 1),
             ("cross_entropy", 0, None),
+            ("top_k", 0, None),
             ("hidden", 0, None),
             ("weight_decay", 0, None),
         ):

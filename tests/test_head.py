@@ -35,12 +35,21 @@ def plain(own: Head, hidden: Tensor, labels: Tensor, aim: Aim, teacher: Head | N
     loss = aim.cross_entropy * F.cross_entropy(found, wanted, reduction="sum")
     if teacher is not None and taught is not None:
         p, q = (x.div(aim.temperature).log_softmax(-1) for x in (logits(teacher, taught).detach(), found))
+        if aim.top_k:
+            few = p.topk(aim.top_k, -1).indices
+            p, q = (_lumped(x.exp(), few).log() for x in (p, q))
         loss = loss + aim.temperature**2 * (p.exp() * (p - q)).sum()
     return loss
 
 
+def _lumped(chances: Tensor, few: Tensor) -> Tensor:
+    """The chances of a few tokens, and that of all others."""
+    chosen = chances.gather(-1, few)
+    return torch.cat([chosen, 1 - chosen.sum(-1, keepdim=True)], -1)
+
+
 @pytest.mark.parametrize("at_once", [V, 5 * V, 2**27], ids=["token by token", "chunks", "whole"])
-@pytest.mark.parametrize("aim", [Aim(), Aim(0.0, 2.5), Aim(0.3), Aim(0.3, 2.5)], ids=str)
+@pytest.mark.parametrize("aim", [Aim(), Aim(0.0, 2.5), Aim(0.3), Aim(0.3, 2.5), Aim(0.3, 2.5, top_k=4)], ids=str)
 @pytest.mark.parametrize(("bias", "softcap"), [(False, None), (True, None), (True, 1.5)])
 def test_value_and_gradients(
     at_once: int, aim: Aim, bias: bool, softcap: float | None, monkeypatch: pytest.MonkeyPatch

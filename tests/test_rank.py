@@ -21,7 +21,7 @@ from fastweights import rank as ranking
 from fastweights.cli_rank import rank
 from fastweights.convert import convert, save
 from fastweights.families import family_of
-from fastweights.losses import converted_layers, fit_outputs, logits_of
+from fastweights.losses import converted_layers, fit_outputs, run_model
 from fastweights.models import CheckpointError
 from fastweights.rank import RankingError, batches_of, hybrid_from, rank_layers, restored
 
@@ -45,7 +45,7 @@ def inputs() -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def logits(model: Any) -> list[torch.Tensor]:
-    return [logits_of(model, batch) for batch in inputs()]
+    return [run_model(model, batch).logits for batch in inputs()]
 
 
 def deep_base() -> Any:
