@@ -17,7 +17,7 @@ from fastweights.families import Family
 from fastweights.families.base import Parts, stored_less_one
 from fastweights.layer import FastWeightsAttention, LocalAttention, Projections, RecurrentAttention, rotate
 from fastweights.local import Past
-from fastweights.ops.linear import Linear, Norm
+from fastweights.ops.linear import Linear, Norm, Scratch
 from fastweights.ops.step import Rotary, can_overlap, has_kernels, step_kernel, step_torch
 from fastweights.rules import RULES
 from fastweights.rules.feature_maps import Identity, sum_normalize
@@ -88,6 +88,7 @@ class Stepper:
         self.device, self.dtype = model.device, model.dtype
         self.kernels = has_kernels(self.device, self.dtype) if kernels is None else kernels
         self.overlap = self.kernels and can_overlap(self.device)
+        self.scratch = Scratch(self.device) if self.kernels else None
         self.tokens = torch.zeros(batch, dtype=torch.long, device=self.device)
         self.positions = torch.zeros_like(self.tokens)
         self.hidden = torch.zeros(batch, config.hidden_size, dtype=self.dtype, device=self.device)
@@ -115,7 +116,8 @@ class Stepper:
         self.softcap = getattr(config, "final_logit_softcapping", None)
 
     def linear(self, weight: Tensor, bias: Tensor | None, norm: Norm | None = None, **options: Any) -> Linear:
-        return Linear(weight, bias, norm, kernel=self.kernels, overlap=self.overlap, **options)
+        options |= dict(kernel=self.kernels, overlap=self.overlap, scratch=self.scratch)
+        return Linear(weight, bias, norm, **options)
 
     def window(self, width: int) -> _Window:
         return self.windows.setdefault(width, _Window(width, self.positions))

@@ -5,6 +5,10 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +20,8 @@ from torch.nn import functional as F
 
 import fastweights as fw
 from fastweights import ops
-from fastweights.ops.linear import Linear, Norm, tiles
-from fastweights.ops.step import Rotary, has_kernels, step, step_kernel, step_torch
+from fastweights.ops.linear import Chip, Linear, Norm, tiles
+from fastweights.ops.step import Rotary, can_overlap, has_kernels, step, step_kernel, step_torch
 from fastweights.rules import RULES
 from fastweights.stepper import Stepper
 
@@ -152,20 +156,21 @@ LINEARS = [
 ]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("rows", [1, 2, 21])
-@pytest.mark.parametrize("case", LINEARS, ids=str)
-def test_a_linear_layer_and_what_stands_around_it(case: tuple[Any, ...], rows: int, way: str) -> None:
+def layer_case(
+    case: tuple[Any, ...], rows: int, n: int, k: int, dtype: torch.dtype, way: str
+) -> tuple[Linear, Tensor, Tensor, Tensor]:
+    """A layer, its input (what lies before and behind is not a number), what is added to (or not a number), and what
+    should come of it."""
     activation, gated, norm_kind, has_bias, add = case
-    n, k, device = 37, 150, DEVICE if way == "kernel" else "cpu"
-    weight = numbers(n * (2 if gated else 1), k, seed=1, scale=k**-0.5).to(device)
-    bias = numbers(len(weight), seed=2).to(device) if has_bias else None
-    norm_bias = numbers(k, seed=4).to(device) if norm_kind == "layer" else None
-    norm = Norm(numbers(k, seed=3).to(device), norm_bias, 1e-5, norm_kind == "layer") if norm_kind != "none" else None
-    x = numbers(rows, k, seed=5).to(device) + 0.5
-    before = numbers(rows, n, seed=6).to(device)
-    out = before.clone() if add else torch.full_like(before, math.nan)
-    found = Linear(weight, bias, norm, activation, gated, kernel=way == "kernel")(x, out, add)
+    device = DEVICE if way == "kernel" else "cpu"
+    weight = numbers(n * (2 if gated else 1), k, seed=1, scale=k**-0.5).to(device, dtype)
+    bias = numbers(len(weight), seed=2).to(device, dtype) if has_bias else None
+    norm_bias = numbers(k, seed=4).to(device, dtype) if norm_kind == "layer" else None
+    norm_weight = (1 + 0.2 * numbers(k, seed=3)).to(device, dtype)
+    norm = Norm(norm_weight, norm_bias, 1e-5, norm_kind == "layer") if norm_kind != "none" else None
+    x = F.pad(numbers(rows, k, seed=5) + 0.5, (0, 0, 1, 1), value=math.nan).to(device, dtype)[1:-1]
+    before = numbers(rows, n, seed=6).to(device, dtype)
+    layer = Linear(weight, bias, norm, activation, gated, kernel=way == "kernel")
 
     wide = x.double()
     if norm is not None:
@@ -175,39 +180,140 @@ def test_a_linear_layer_and_what_stands_around_it(case: tuple[Any, ...], rows: i
     expected = wide @ weight.double().T + (0 if bias is None else bias.double())
     halves = expected.chunk(2, dim=-1) if gated else (expected, torch.ones_like(expected))
     expected = FUNCTIONS[activation](halves[0]) * halves[1] + (before.double() if add else 0)
-    assert_close("out", found.cpu(), expected.cpu(), 2e-6)
-    if add:
+    return layer, x, before if add else torch.full_like(before, math.nan), expected.cpu()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("rows", [1, 2, 21, 130])
+@pytest.mark.parametrize("case", LINEARS, ids=str)
+def test_a_linear_layer_and_what_stands_around_it(case: tuple[Any, ...], rows: int, way: str) -> None:
+    layer, x, out, expected = layer_case(case, rows, 37, 150, torch.float32, way)
+    found = layer(x, out, case[-1])
+    assert_close("out", found.cpu(), expected, 2e-6)
+    if case[-1]:
         assert found.data_ptr() == out.data_ptr()
 
 
-@needs_triton
-@pytest.mark.parametrize("rows", [1, 2, 16, 17, 32, 256])
-@pytest.mark.parametrize(("columns", "k"), [(1, 1), (576, 1536), (2016, 576), (49152, 576), (4096, 14336)])
-@pytest.mark.parametrize(("processors", "shared"), [(132, 227 * 1024), (58, 99 * 1024)], ids=["H100", "L4"])
-def test_tiles_are_what_tensor_cores_and_memory_allow(
-    rows: int, columns: int, k: int, processors: int, shared: int
-) -> None:
-    for gated, dtype in ((False, torch.bfloat16), (True, torch.float32)):
-        row_tile, column_tile, block_k, warps = tiles(rows, columns, k, gated, dtype, processors, shared)
-        if rows == 1:
-            assert row_tile == 1 and block_k >= k
-            assert block_k * column_tile * (2 if gated else 1) <= max(8192, 2 * block_k)
-        else:
-            assert min(row_tile, column_tile, block_k) >= 16 and row_tile < 2 * max(rows, 16)
-            needed = 4 * block_k * (row_tile + column_tile * (2 if gated else 1)) * dtype.itemsize
-            assert needed <= 0.75 * shared, "four stages of a tile in the shared memory of one program"
-        assert warps in (4, 8)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rows", [1, 2, 21])
 @pytest.mark.parametrize("way", WAYS[1:])
-def test_a_linear_kernel_in_half_precision(way: str, rows: int, dtype: torch.dtype) -> None:
-    norm = Norm(numbers(40, seed=1).to(DEVICE, dtype), None, 1e-6, centred=False)
-    weight, x = numbers(2 * 18, 40, seed=2, scale=0.2).to(DEVICE, dtype), numbers(rows, 40, seed=3).to(DEVICE, dtype)
-    found = Linear(weight, None, norm, "silu", gated=True, kernel=True)(x, torch.full_like(x[:, :18], math.nan))
-    gate, y = (F.rms_norm(x.double(), (40,), norm.weight.double(), 1e-6) @ weight.double().T).chunk(2, dim=-1)
-    assert_close("out", found.cpu(), (F.silu(gate) * y).cpu(), 1e-2 if dtype == torch.bfloat16 else 2e-3)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 2, 21, 130])
+@pytest.mark.parametrize("case", LINEARS, ids=str)
+def test_a_linear_kernel_in_half_precision(case: tuple[Any, ...], rows: int, dtype: torch.dtype, way: str) -> None:
+    """A norm's sums by the tensor cores."""
+    layer, x, out, expected = layer_case(case, rows, 37, 150, dtype, way)
+    assert_close("out", layer(x, out, case[-1]).cpu(), expected, 1e-2 if dtype == torch.bfloat16 else 2e-3)
+
+
+@pytest.mark.parametrize("way", WAYS[1:])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "k", "split"), [(2, 1024, 2), (16, 2100, 4), (21, 1537, 3), (33, 1537, 1)])
+@pytest.mark.parametrize(
+    "case", [case for case in LINEARS if case[2] == "none"] + [("relu", False, "none", True, False)]
+)
+def test_programs_share_a_long_sum(
+    case: tuple[Any, ...],
+    rows: int,
+    k: int,
+    split: int,
+    dtype: torch.dtype,
+    way: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("fastweights.ops.linear.multiprocessors", lambda _: 11)
+    layer, x, out, expected = layer_case(case, rows, 37, k, dtype, way)
+    assert tiles(rows, 37, k, False, False, dtype, H100._replace(processors=11)).split == split
+    layer.scratch.sums.fill_(math.nan)
+    again = out.clone()
+    assert_close("out", layer(x, out, case[-1]).cpu(), expected, 2e-6 if dtype == torch.float32 else 1e-2)
+    assert not layer.scratch.arrived.any(), "ready for the next kernel"
+    assert torch.equal(layer(x, again, case[-1]), out)
+
+
+H100, L4 = Chip(132, 227 * 1024, warp_groups=True), Chip(58, 99 * 1024, warp_groups=False)
+
+
+@needs_triton
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 32, 33, 64, 256, 1024])
+@pytest.mark.parametrize(("columns", "k"), [(1, 1), (576, 1536), (2016, 576), (49152, 576), (4096, 14336)])
+@pytest.mark.parametrize("chip", [H100, L4], ids=["H100", "L4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_tiles_are_what_tensor_cores_and_memory_allow(
+    rows: int, columns: int, k: int, chip: Chip, dtype: torch.dtype
+) -> None:
+    for gated, normed in ((False, False), (False, True), (True, True)):
+        tile, halves = tiles(rows, columns, k, gated, normed, dtype, chip), 2 if gated else 1
+        assert tile.warps in (4, 8)
+        if rows == 1:
+            assert tile.rows == 1 and tile.depth >= k
+            assert tile.depth * tile.columns * halves <= max(8192, 2 * tile.depth)
+            continue
+        grouped = chip.warp_groups and tile.rows >= 64 and dtype == torch.bfloat16
+        assert min(tile.rows, tile.columns, tile.depth) >= 16 and tile.rows < 2 * max(rows, 64 if grouped else 16)
+        buffers = tile.stages - (not grouped)
+        assert buffers >= 3
+        # float16 is there as float32 once more
+        width = (tile.rows + tile.columns * halves) * tile.depth
+        once_more = 4 * width if dtype == torch.float16 else 0
+        assert buffers * width * dtype.itemsize + once_more <= 0.97 * chip.shared
+        assert tile.rows * tile.columns * halves <= (128 * 256 if grouped else 128 * 128)
+        if tile.split > 1:
+            programs = tile.split * -(-columns // tile.columns)
+            assert rows <= tile.rows <= 32 and tile.columns <= 32 and programs <= chip.processors and not normed
+
+
+@needs_triton
+def test_tiles_are_those_that_were_the_fastest() -> None:
+    """Of an H200's measurements at the sizes of SmolLM2-135M (columns, inner numbers, gated, normed)."""
+    sizes = [(2016, 576, False, True), (576, 576, False, False), (1536, 576, True, True), (576, 1536, False, False)]
+    sizes.append((49152, 576, False, True))
+    found = [tiles(32, *size, torch.bfloat16, H100)[:2] for size in sizes]
+    assert found == [(64, 32), (64, 16), (64, 32), (32, 32), (64, 128)]
+    assert tiles(32, *sizes[3], torch.bfloat16, H100).split == 3
+    assert [tiles(256, *sizes[i], torch.bfloat16, H100)[:2] for i in (1, 3, 4)] == [(64, 64), (64, 64), (128, 256)]
+
+
+@needs_triton
+def test_no_copy_can_overwrite_what_the_tensor_cores_read() -> None:
+    """In the code that is made for a GPU that need not be there."""
+    script = Path(__file__).with_name("compile_linear.py")
+    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, script, "32", "256"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [line for line in done.stdout.splitlines() if " bytes, " in line]
+    assert len(lines) == 14 and sum("pending" in line for line in lines) == 13
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+@pytest.mark.parametrize("rows", [2, 32, 64, 256])
+@pytest.mark.parametrize("norm_kind", ["rms", "layer"])
+@pytest.mark.parametrize(
+    ("n", "k", "gated"), [(2016, 576, False), (1536, 576, True), (49152, 576, False), (8192, 2048, False)]
+)
+def test_the_same_bits_every_time(n: int, k: int, gated: bool, norm_kind: str, rows: int) -> None:
+    """A tile that is overwritten while it is read is another one at each run."""
+    case = ("silu" if gated else "none", gated, norm_kind, False, False)
+    layer, x, _, expected = layer_case(case, rows, n, k, torch.bfloat16, "kernel")
+    layer.overlap = can_overlap(x.device)
+    outs = [x.new_full((rows, n), math.nan) for _ in range(50)]
+    for out in outs:
+        layer(x, out)
+    assert all(torch.equal(out, outs[0]) for out in outs[1:])
+    assert_close("out", outs[0].cpu(), expected, 1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+@pytest.mark.parametrize("rows", [2, 32])
+@pytest.mark.parametrize(("n", "k"), [(576, 1536), (2048, 8192)])
+def test_a_shared_sum_has_the_same_bits_every_time(n: int, k: int, rows: int) -> None:
+    layer, x, before, expected = layer_case(("none", False, "none", False, True), rows, n, k, torch.bfloat16, "kernel")
+    layer.overlap = can_overlap(x.device)
+    outs = [before.clone() for _ in range(50)]
+    for out in outs:
+        layer(x, out, add=True)
+    assert all(torch.equal(out, outs[0]) for out in outs[1:])
+    assert_close("out", outs[0].cpu(), expected, 1e-2)
 
 
 STEPPERS = [

@@ -1,6 +1,7 @@
 """The Triton kernels of one decoding step: a linear layer with what stands around it, and a rule's step.
 
-Shapes: x [B,K]   weight [N,K] (gated: [2N,K])   bias, column [N] (gated: [2N])   residual, out [B,N]
+Shapes: x [B,K]   weight [N,K]   bias, column [N] (gated: [N*2,K] and [N*2], each gate before what it gates)
+        residual, out [B,N]
         state [B,S,d,m], or [B,S,d+1,m] with a normaliser   q [B,G*S,m]   k [B,S,m]   v [B,S,d]   gates [B,S,.]
         cos, sin [B,R]   planes [S,P]   scale [S,m]   y [B,G*S,d]
 
@@ -25,6 +26,40 @@ def _take_turn(OVERLAP: tl.constexpr):
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _bring_near(rows, there, begin, end):
+    """Numbers `begin` to `end` of these rows on their way into the L2 cache, by lines of 128 bytes."""
+    LINE: tl.constexpr = 1024 // rows.dtype.element_ty.primitive_bitwidth
+    for start in range(begin, end, 8 * LINE):
+        at = start + tl.arange(0, 8) * LINE
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+            "=r,l,r",
+            [(rows[:, None] + at[None, :]).to(tl.int64), (there[:, None] & (at < end)[None, :]).to(tl.int32)],
+            tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def _gather(acc, sums, arrived, tile, part, SPLIT: tl.constexpr):
+    """The sum of a tile's parts, always in the same order, and whether it is here: with the last program to arrive."""
+    ROWS: tl.constexpr = acc.shape[0]
+    COLUMNS: tl.constexpr = acc.shape[1]
+    at = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    sums += tile * (SPLIT * ROWS * COLUMNS)
+    tl.store(sums + part * (ROWS * COLUMNS) + at, acc)
+    tl.debug_barrier()  # one thread announces what all have stored
+    last = tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
+    if last:
+        acc = tl.zeros_like(acc)
+        for other in tl.static_range(SPLIT):
+            acc += tl.load(sums + other * (ROWS * COLUMNS) + at, cache_modifier=".cg")
+        tl.store(arrived + tile, 0)
+    return acc, last
 
 
 @triton.jit
@@ -60,6 +95,8 @@ def linear_kernel(
     bias,
     residual,
     out,
+    sums,
+    arrived,
     rows,
     n,
     k,
@@ -67,6 +104,7 @@ def linear_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
     NORM: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
@@ -75,62 +113,104 @@ def linear_kernel(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
     """out = residual + activation(weight norm(x) + bias); the norm's own weight is part of `weight`. ROWS = 1: a
     product of one row with BLOCK_K >= k and without tensor cores, whose weights are on their way before the row is
-    known."""
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    col = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    known. SPLIT programs share the inner dimension of a tile (without a norm), and the last one finishes it. Programs
+    of the same weights are neighbours, so that these are read once where they are more than the L2 cache holds."""
+    HALVES: tl.constexpr = 2 if GATED else 1
+    along = tl.program_id(1 if ROWS == 1 else 0)
+    across = tl.program_id(0 if ROWS == 1 else 1)
+    row = along * ROWS + tl.arange(0, ROWS)
+    col = across * COLUMNS + tl.arange(0, COLUMNS)
     i = tl.arange(0, BLOCK_K)
-    first = weight + col.to(tl.int64) * k
-    second = weight + (col.to(tl.int64) + n) * k
+    at_out = row.to(tl.int64)[:, None] * n + col[None, :]
+    inside_out = (row < rows)[:, None] & (col < n)[None, :]
     if ROWS == 1:
         inside = i < k
-        tile = (col < n)[:, None] & inside[None, :]
+        there = col < n
+        weight_row = col * HALVES
+        first = weight + weight_row.to(tl.int64) * k
+        tile = there[:, None] & inside[None, :]
         w = tl.load(first[:, None] + i[None, :], tile, 0.0).to(tl.float32)
         if GATED:
-            w2 = tl.load(second[:, None] + i[None, :], tile, 0.0).to(tl.float32)
+            w2 = tl.load((first + k)[:, None] + i[None, :], tile, 0.0).to(tl.float32)
         _take_turn(OVERLAP)
-        values = tl.load(x + tl.program_id(1) * k + i, inside, 0.0).to(tl.float32)
+        values = tl.load(x + along * k + i, inside, 0.0).to(tl.float32)
         total = tl.sum(values, 0)
         squares = tl.sum(values * values, 0)
         acc = tl.sum(w * values[None, :], 1)[None, :]
         if GATED:
             acc2 = tl.sum(w2 * values[None, :], 1)[None, :]
     else:
+        WIDE: tl.constexpr = HALVES * COLUMNS
+        weight_row = across * WIDE + tl.arange(0, WIDE)
+        there = weight_row < HALVES * n
+        first = weight + weight_row.to(tl.int64) * k
+        begin = 0
+        end = k
+        if SPLIT > 1:
+            share = tl.cdiv(k, SPLIT * BLOCK_K) * BLOCK_K
+            begin = tl.program_id(2) * share
+            end = tl.minimum(k, begin + share)
+        if PREFETCH:
+            _bring_near(first, there, begin, end)
         _take_turn(OVERLAP)
-        acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-        acc2 = tl.zeros([ROWS, COLUMNS], tl.float32)
-        sums = tl.zeros([ROWS, BLOCK_K], tl.float32)
-        sums2 = tl.zeros([ROWS, BLOCK_K], tl.float32)
-        for start in range(0, k, BLOCK_K):
+        if RESIDUAL:
+            before = tl.load(residual + at_out, inside_out, 0.0)
+        acc = tl.zeros([ROWS, WIDE], tl.float32)
+        # The tensor cores read a tile of x from shared memory while the loop goes on. Triton keeps a buffer more for a
+        # tile that only they read; were it read in any other way too, the next load could overwrite what they still
+        # read. So a norm's sums are products as well: squares are the diagonal of x x^T, sums are x times ones.
+        TENSOR: tl.constexpr = PRECISION != "ieee"
+        sum_x = tl.zeros([ROWS, 16 if TENSOR else BLOCK_K], tl.float32)
+        sum_xx = tl.zeros([ROWS, ROWS if TENSOR else BLOCK_K], tl.float32)
+        for start in range(begin, end, BLOCK_K):
             at = start + i
-            tile = (col < n)[None, :] & (at < k)[:, None]
             values = tl.load(x + row[:, None] * k + at[None, :], (row < rows)[:, None] & (at < k)[None, :], 0.0)
             if NORM != "none":
-                wide = values.to(tl.float32)
-                sums2 += wide * wide
-                if NORM == "layer":
-                    sums += wide
+                if TENSOR:
+                    sum_xx += product(values, tl.trans(values), OPERAND, PRECISION)
+                else:
+                    sum_xx += values.to(tl.float32) * values.to(tl.float32)
+            if NORM == "layer":
+                if TENSOR:
+                    sum_x += product(values, tl.full([BLOCK_K, 16], 1.0, values.dtype), OPERAND, PRECISION)
+                else:
+                    sum_x += values.to(tl.float32)
+            tile = there[None, :] & (at < k)[:, None]
             acc += product(values, tl.load(first[None, :] + at[:, None], tile, 0.0), OPERAND, PRECISION)
-            if GATED:
-                acc2 += product(values, tl.load(second[None, :] + at[:, None], tile, 0.0), OPERAND, PRECISION)
-        total = tl.sum(sums, 1)[:, None]
-        squares = tl.sum(sums2, 1)[:, None]
+        if TENSOR:
+            j = tl.arange(0, ROWS)
+            sum_xx = tl.where(j[:, None] == j[None, :], sum_xx, 0.0)
+            sum_x *= 1 / 16
+        total = tl.sum(sum_x, 1)[:, None]
+        squares = tl.sum(sum_xx, 1)[:, None]
+        if SPLIT > 1:
+            slot = across * tl.num_programs(0) + along
+            acc, last = _gather(acc, sums, arrived, slot, tl.program_id(2), SPLIT)
+            inside_out = inside_out & (row < tl.where(last, rows, 0))[:, None]
     mean = total / k
     deviation = squares / k
     if NORM == "layer":
         deviation = tl.maximum(deviation - mean * mean, 0.0)
     if NORM != "none":
         deviation = tl.rsqrt(deviation + eps)
-    acc = _activate(_normed(acc, mean, deviation, column, bias, col, col < n, NORM, BIAS), ACTIVATION)
+    acc = _normed(acc, mean, deviation, column, bias, weight_row, there, NORM, BIAS)
     if GATED:
-        acc *= _normed(acc2, mean, deviation, column, bias, col + n, col < n, NORM, BIAS)
-    at = row.to(tl.int64)[:, None] * n + col[None, :]
-    inside = (row < rows)[:, None] & (col < n)[None, :]
+        if ROWS == 1:
+            acc2 = _normed(acc2, mean, deviation, column, bias, weight_row + 1, there, NORM, BIAS)
+        else:
+            acc, acc2 = tl.split(tl.reshape(acc, [ROWS, COLUMNS, 2]))
+    acc = _activate(acc, ACTIVATION)
+    if GATED:
+        acc *= acc2
     if RESIDUAL:
-        acc += tl.load(residual + at, inside, 0.0).to(tl.float32)
-    tl.store(out + at, acc, inside)
+        if ROWS == 1:
+            before = tl.load(residual + at_out, inside_out, 0.0)
+        acc += before.to(tl.float32)
+    tl.store(out + at_out, acc, inside_out)
 
 
 @triton.jit

@@ -40,3 +40,9 @@ def shared_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return SHARED_BYTES
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", SMALLEST_SHARED_BYTES)
+
+
+@functools.cache
+def has_warp_groups(device: torch.device) -> bool:
+    """Whether its tensor cores can read tiles of 64 rows and more from shared memory."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)

@@ -5,15 +5,17 @@ Shapes: x [B,K]   weight [N,K], or [2N,K] where one half gates the other   bias 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastweights.ops.device import multiprocessors, shared_bytes
+from fastweights.ops.device import has_warp_groups, multiprocessors, shared_bytes
 from fastweights.ops.step import launch_options
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -24,9 +26,37 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 # Numbers of a tile of weights that a program of the one-row kernel loads at once, and its warps for them.
 ROW_TILE, ROW_WARPS = 8192, 4
-TILES = (16, 32, 64, 128)
-# Depth of the pipeline of loads, and its share of a program's shared memory.
-STAGES, PIPELINE_SHARE = 4, 0.7
+# Inner numbers that are on their way at once, and the share of shared memory that all programs' loads may take.
+PIPELINE, PIPELINE_SHARE = 384, 0.96
+# A sum is shared by programs for so many rows, in tiles of so many columns, from so many numbers each.
+SPLIT_ROWS, SPLIT_COLUMNS, SPLIT_DEPTH = 32, 32, 512
+
+
+class Tile(NamedTuple):
+    """What a program makes, and how: `split` programs share the inner dimension."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    split: int = 1
+
+
+class Chip(NamedTuple):
+    processors: int
+    shared: int
+    warp_groups: bool
+
+
+class Scratch:
+    """Parts of sums that programs share, and how many of a tile's have arrived: none before and after each kernel.
+    Only for kernels that run one after another."""
+
+    def __init__(self, device: torch.device) -> None:
+        programs = multiprocessors(device)
+        self.sums = torch.empty(programs * SPLIT_ROWS * SPLIT_COLUMNS, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(programs, dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True)
@@ -56,6 +86,7 @@ class Linear:
         gated: bool = False,
         kernel: bool = False,
         overlap: bool = False,
+        scratch: Scratch | None = None,
     ) -> None:
         self.weight, self.bias, self.norm = weight.contiguous(), bias, norm
         self.activation, self.gated, self.kernel, self.overlap = activation, gated, kernel, overlap
@@ -63,7 +94,14 @@ class Linear:
         self.column: Tensor | None = None
         if kernel and norm is not None:
             self._take_norm_in(norm)
+        if kernel:
+            self.weight, self.bias, self.column = (self._paired(x) for x in (self.weight, self.bias, self.column))
+            self.scratch = scratch or Scratch(weight.device)
         self.transposed = self.weight.T
+
+    def _paired(self, x: Any) -> Any:
+        """Each gate's row before that of what it gates, so that one product makes both."""
+        return torch.stack(x.chunk(2), dim=1).flatten(0, 1) if self.gated and x is not None else x
 
     def _take_norm_in(self, norm: Norm) -> None:
         """W (g (x - mean) / size + b) = (W g) (x - mean) / size + W b: g goes into W, and W b into the bias."""
@@ -102,24 +140,28 @@ class Linear:
         from fastweights.ops.decode_kernels import linear_kernel
 
         rows, k = x.shape
-        chip = multiprocessors(x.device), shared_bytes(x.device)
-        row_tile, column_tile, block_k, warps = tiles(rows, self.columns, k, self.gated, self.weight.dtype, *chip)
+        chip = Chip(multiprocessors(x.device), shared_bytes(x.device), has_warp_groups(x.device))
+        tile = tiles(rows, self.columns, k, self.gated, self.norm is not None, self.weight.dtype, chip)
         norm = "none" if self.norm is None else "layer" if self.norm.centred else "rms"
+        grid = cdiv(rows, tile.rows), cdiv(self.columns, tile.columns), tile.split
         with torch.cuda.device_of(x):
-            linear_kernel[(cdiv(self.columns, column_tile), cdiv(rows, row_tile))](
+            linear_kernel[(grid[1],) if rows == 1 else grid](
                 x,
                 self.weight,
                 x if self.column is None else self.column,
                 x if self.bias is None else self.bias,
                 out,
                 out,
+                self.scratch.sums,
+                self.scratch.arrived,
                 rows,
                 self.columns,
                 k,
                 0.0 if self.norm is None else self.norm.eps,
-                ROWS=row_tile,
-                COLUMNS=column_tile,
-                BLOCK_K=block_k,
+                ROWS=tile.rows,
+                COLUMNS=tile.columns,
+                BLOCK_K=tile.depth,
+                SPLIT=tile.split,
                 NORM=norm,
                 ACTIVATION=self.activation,
                 GATED=self.gated,
@@ -128,8 +170,10 @@ class Linear:
                 OPERAND=_operand(self.weight.dtype),
                 PRECISION="ieee" if self.weight.dtype == torch.float32 else "tf32",
                 OVERLAP=self.overlap,
-                num_warps=warps,
-                num_stages=STAGES,
+                # programs of a later turn would only take the cache from those of the first
+                PREFETCH=self.overlap and rows > 1 and math.prod(grid) <= chip.processors,
+                num_warps=tile.warps,
+                num_stages=tile.stages,
                 **launch_options(self.overlap),
             )
 
@@ -141,33 +185,65 @@ def _operand(dtype: torch.dtype) -> object:
     return tl.bfloat16 if dtype == torch.bfloat16 else tl.float32
 
 
-def tiles(
-    rows: int, columns: int, k: int, gated: bool, dtype: torch.dtype, processors: int, shared: int
-) -> tuple[int, int, int, int]:
-    """Rows, columns and inner numbers of a program's tile, and its warps. One row: as many columns as keep a tile of
-    whole rows of weights small. Several: the tile for which the busiest multiprocessor has the least to load."""
+@cache
+def tiles(rows: int, columns: int, k: int, gated: bool, normed: bool, dtype: torch.dtype, chip: Chip) -> Tile:
+    """One row: as many columns as keep a tile of whole rows of weights small. Several: the tile of the least cost.
+
+    Measured on an H200: the busiest multiprocessor's loads, or products where these take longer, plus all programs'
+    loads from the L2 cache, which is as fast as 0.3 of the multiprocessors. Warp groups are worth tiles of 64 rows from
+    17 rows on. A long sum for few rows is better shared by programs."""
     from triton import cdiv, next_power_of_2
 
     halves = 2 if gated else 1
     if rows == 1:
         block_k = next_power_of_2(k)
         column_tile = max(1, min(16, ROW_TILE // (block_k * halves)))
-        while column_tile > 1 and cdiv(columns, column_tile) < processors:
+        while column_tile > 1 and cdiv(columns, column_tile) < chip.processors:
             column_tile //= 2
-        return 1, column_tile, block_k, ROW_WARPS * max(1, min(2, block_k // ROW_TILE))
+        return Tile(1, column_tile, block_k, ROW_WARPS * max(1, min(2, block_k // ROW_TILE)), 4)
 
-    def load(tile: tuple[int, int]) -> int:
-        programs = cdiv(rows, tile[0]) * cdiv(columns, tile[1])
-        return cdiv(programs, processors) * (tile[0] + halves * tile[1])
+    tensor_cores = dtype != torch.float32
+    grouped = dtype == torch.bfloat16 and chip.warp_groups and rows > 16
+    # float16 is there once more as float32
+    itemsize = 2 if dtype == torch.bfloat16 else 4
 
-    def depth(tile: tuple[int, int]) -> int:
-        """As deep as shared memory allows, so that most of a program's loads are on their way together."""
-        width = (tile[0] + halves * tile[1]) * dtype.itemsize
-        deepest = min(128, int(PIPELINE_SHARE * shared) // (STAGES * width))
-        return 1 << deepest.bit_length() - 1 if deepest else 0
+    split = min(4, k // SPLIT_DEPTH, chip.processors // cdiv(columns, SPLIT_COLUMNS))
+    if rows <= SPLIT_ROWS and split > 1 and not gated and not normed:
+        row_tile = 16 if rows <= 16 else SPLIT_ROWS
+        pipeline = _pipeline((row_tile + SPLIT_COLUMNS) * itemsize, 2, (128, 64), chip)
+        if pipeline is not None:
+            return Tile(row_tile, SPLIT_COLUMNS, pipeline[0], 4, pipeline[1] + 1, split)
 
-    useful = [tile for tile in TILES if tile < 2 * rows] or [16]
-    fitting = [(r, c) for r in useful for c in TILES if depth((r, c)) >= 16]
-    row_tile, column_tile = min(fitting, key=load)
-    numbers, block_k = row_tile * column_tile * halves, depth((row_tile, column_tile))
-    return row_tile, column_tile, block_k, 8 if numbers >= 128 * 64 else 4
+    best: tuple[float, Tile] | None = None
+    for row_tile in (64, 128) if grouped else (16, 32, 64, 128):
+        for wide in (16, 32, 64, 128, 256):
+            column_tile = wide // halves
+            if row_tile >= 2 * max(rows, 64 if grouped else 16) or column_tile < 16:
+                continue
+            if wide == 256 and not (grouped and row_tile == 128):
+                continue
+            programs = cdiv(rows, row_tile) * cdiv(columns, column_tile)
+            turns = cdiv(programs, chip.processors)
+            depths = (64,) if normed else (128, 64)
+            # two: this kernel's and the next one's
+            pipeline = _pipeline((row_tile + wide) * itemsize, min(3, 1 + turns), depths, chip)
+            if pipeline is None:
+                continue
+            loads = min(row_tile, rows) + wide
+            work = row_tile * (wide + (row_tile if normed and tensor_cores else 0)) / (64 if tensor_cores else 4)
+            cost = turns * max(loads, work) + programs / (0.3 * chip.processors) * loads
+            if best is None or cost < best[0]:
+                warps = 8 if row_tile * wide > 64 * 128 else 4
+                best = cost, Tile(row_tile, column_tile, pipeline[0], warps, pipeline[1] + (not grouped))
+    assert best is not None
+    return best[1]
+
+
+def _pipeline(width: int, programs: int, depths: tuple[int, ...], chip: Chip) -> tuple[int, int] | None:
+    """Depth and number of buffers of `width` bytes an inner number, with room for so many programs on a multiprocessor,
+    or for one if three buffers need it."""
+    usable = int(PIPELINE_SHARE * chip.shared)
+    for depth in depths:
+        if 3 * depth * width <= usable // programs:
+            return depth, min(usable // programs // (depth * width), PIPELINE // depth)
+    return next(((depth, 3) for depth in (64, 32, 16) if 3 * depth * width <= usable), None)
