@@ -58,8 +58,9 @@ class Plan:
         self.blocks = blocks_for(shape.rule, shape.m, shape.d, shape.dtype)
         self.tiles = triton.cdiv(shape.length, TILE)
         operand, precision = OPERANDS[shape.dtype]
-        if self.rule == "delta" and shape.dtype == torch.bfloat16:  # it takes differences of values and what is held
-            operand, precision = tl.float32, "tf32"
+        if self.rule == "delta":  # it takes differences of values and what is held; a small state holds little else
+            operand = tl.float32
+            precision = "tf32x3" if shape.dtype == torch.float32 or self.blocks.bm == 16 else "tf32"
         self.kinds: dict[str, Any] = {
             "FLAGS": shape.flags,
             "BM": self.blocks.bm,
