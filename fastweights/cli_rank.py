@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -92,6 +93,9 @@ def _check_save(save: Path | None, keep: int) -> None:
         raise ValueError(f"--save {save}: say with --keep how many layers of the hybrid are attention")
     if save.exists() and (not save.is_dir() or any(save.iterdir())):
         raise ValueError(f"--save {save} exists and is not an empty folder: name a new one")
+    above = next(folder for folder in save.absolute().parents if folder.exists())
+    if not os.access(above, os.W_OK):
+        raise ValueError(f"--save {save}: {above} cannot be written to; choose another folder")
 
 
 def _rows(

@@ -22,7 +22,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fastweights import checkpoint as saved
 from fastweights.convert import check_layers, load, load_tokenizer
-from fastweights.data import check_vocabulary, prepare
+from fastweights.data import DataError, check_vocabulary, prepare, validation_rows
 from fastweights.families import family_of
 from fastweights.grid import GridError, Variant
 from fastweights.job import Job, Setup, work
@@ -119,9 +119,18 @@ def _prepare(setup: Setup, jobs: Sequence[Job]) -> None:
         _check_model(job, base)
     for source in (setup.data, setup.validation):
         check_vocabulary(prepare(source, tokenizer, limit=setup.limit), tokenizer, base.config)
+    for length in {job.variant.recipe.length for job in jobs}:
+        validation_rows(prepare(setup.validation, tokenizer, limit=setup.limit), length, length)
     for name, source in setup.tests.items():
-        if not read_text(source).strip():
+        if not _text_of_test(name, source).strip():
             raise GridError(f"--test {name} has no text in it")
+
+
+def _text_of_test(name: str, source: str) -> str:
+    try:
+        return read_text(source)
+    except DataError as error:
+        raise GridError(f"--test {name}: {str(error).split('; --data')[0]}") from error
 
 
 def _check_model(job: Job, base: Any) -> None:

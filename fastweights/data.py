@@ -11,7 +11,7 @@ import socket
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ def prepare(
     if limit is not None and limit < 1:
         raise DataError(f"the limit must be at least 1 token, found {limit}")
     if (Path(source) / "tokens.bin").is_file():
-        return _tokens_in(Path(source))
+        return _tokens_in(Path(source), limit)
     found = find(os.fspath(source), text_field)
     settings = {"text_field": text_field, "limit": limit, "tokenizer": _tokenizer_fingerprint(tokenizer)}
     root = Path(cache or os.environ.get("FASTWEIGHTS_CACHE") or "~/.cache/fastweights").expanduser().resolve()
@@ -81,12 +81,12 @@ def prepare(
     return _make(folder, partial(_write, found, tokenizer, settings, progress)) if ready is None else ready
 
 
-def _tokens_in(folder: Path) -> TokenFile:
+def _tokens_in(folder: Path, limit: int | None) -> TokenFile:
     """Tokens that were made elsewhere; whoever uses them checks that the tokenizer is theirs."""
     tokens = _open(folder)
     if tokens is None:
         raise DataError(f"{folder}: tokens.bin is not as meta.json and starts.npy beside it say: copy the folder again")
-    return tokens
+    return replace(tokens, tokens=tokens.tokens[:limit], starts=tokens.starts[tokens.starts < (limit or len(tokens))])
 
 
 def check_vocabulary(tokens: TokenFile, tokenizer: Any, model_config: Any) -> None:

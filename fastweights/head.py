@@ -18,8 +18,10 @@ from torch.nn import functional as F
 
 from fastweights.data import IGNORED
 
-# Numbers in a chunk's logits, of which some copies are needed.
-LOGITS_AT_ONCE = 2**27
+# Numbers in a chunk's logits, at most, and the bytes that a loss needs for each: up to 13 float32 copies.
+LOGITS_AT_ONCE, BYTES_A_LOGIT = 2**27, 52
+# Share of a GPU's memory that a chunk may take.
+CHUNK_SHARE = 1 / 8
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,17 @@ def head_loss(
     head: Head, hidden: Tensor, labels: Tensor, aim: Aim, teacher: Head | None = None, taught: Tensor | None = None
 ) -> Tensor:
     """`labels` are the next tokens; `taught` is the teacher's `hidden`."""
-    return _HeadLoss.apply(hidden, head.weight, head.bias, labels, head.softcap, aim, teacher, taught)
+    own: tuple[Tensor | None, ...] = (hidden, head.weight, head.bias)
+    if not torch.is_grad_enabled():  # inside a function it always is not
+        own = tuple(None if x is None else x.detach() for x in own)
+    return _HeadLoss.apply(*own, labels, head.softcap, aim, teacher, taught)
+
+
+def logits_at_once(device: torch.device) -> int:
+    if device.type != "cuda":
+        return LOGITS_AT_ONCE
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return min(LOGITS_AT_ONCE, int(CHUNK_SHARE * memory) // BYTES_A_LOGIT)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -91,7 +103,7 @@ class _HeadLoss(torch.autograd.Function):
         d_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
         d_bias = None if bias is None or not wanted[2] else torch.zeros_like(bias, dtype=wide)
         losses = []
-        chunks = -(-len(hidden) * len(weight) // LOGITS_AT_ONCE)
+        chunks = -(-len(hidden) * len(weight) // logits_at_once(hidden.device))
         of_chunk = _compiled_chunk() if aim.compiled and hidden.is_cuda else _chunk
         for part in torch.arange(len(hidden)).chunk(chunks):
             at = slice(int(part[0]), int(part[-1]) + 1)

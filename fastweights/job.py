@@ -95,7 +95,7 @@ class Job:
             "data": setup.data,
             "validation": setup.validation,
             "limit": setup.limit,
-            "tests": sorted(setup.tests),
+            "tests": dict(sorted(setup.tests.items())),
         }
 
     def check_unchanged(self) -> None:
@@ -151,7 +151,7 @@ def work(job: Job, at_once: int) -> None:
         if job.result.is_file():  # another comparison had the run until now
             return
         try:
-            result = _train(job)
+            result = _train(job, 1 / at_once)
         except Interrupted as error:
             print(error, flush=True)
             sys.exit(error.exit_code)
@@ -195,7 +195,7 @@ def _alone(job: Job) -> Iterator[None]:
         yield
 
 
-def _train(job: Job) -> dict[str, Any]:
+def _train(job: Job, memory_share: float) -> dict[str, Any]:
     """The result as it is on the disk, with where it comes from; a run that diverged has one, too."""
     if not (job.training / saved.RESULT).is_file():
         quiet = Display(enabled=False)
@@ -205,7 +205,7 @@ def _train(job: Job) -> dict[str, Any]:
                 resume(job.training, display=quiet)
             else:
                 print("begins", flush=True)
-                train(_begin(job), job.training, display=quiet)
+                train(_begin(job, memory_share), job.training, display=quiet)
         except Diverged as error:
             print(error, flush=True)
     return saved.read_json(job.training / saved.RESULT)
@@ -216,7 +216,7 @@ def _goes_on(job: Job) -> bool:
     return saved.linked(job.training, saved.LAST) is not None or saved.read_json(job.begun) == job.settings()
 
 
-def _begin(job: Job) -> Task:
+def _begin(job: Job, memory_share: float) -> Task:
     """The model to train, made anew."""
     setup, variant = job.setup, job.variant
     for folder in (job.training, job.swapped):
@@ -233,6 +233,7 @@ def _begin(job: Job) -> Task:
         validation=setup.validation,
         limit=setup.limit,
         device=setup.device,
+        memory_share=memory_share,
     )
 
 

@@ -85,6 +85,12 @@ def set_mode(student: Any, recipe: Recipe, stage: Stage) -> None:
             parameter.requires_grad_(peak > 0 and (not recipe.lora or parameter.requires_grad))
 
 
+def leave_uncompiled(model: Any) -> None:
+    """Undo compile_blocks: hooks inside of a compiled block are not called."""
+    for block in family_of(model).blocks(model):
+        vars(block).pop("forward", None)
+
+
 def compile_blocks(student: Any, teacher: Any, stage: Stage) -> None:
     """Block by block: the first one's code serves all. Their forward alone, so that hooks on blocks are still called; a
     teacher whose attention is listened to (transfer) stays as it is."""

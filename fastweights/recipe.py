@@ -156,9 +156,7 @@ class Recipe:
     )
     precision: str = _setting("auto", "Arithmetic of the model; auto is bfloat16 on a GPU, else float32.", PRECISIONS)
     gradient_checkpointing: bool = _setting(False, "Recompute activations instead of keeping them: slower, smaller.")
-    compile: bool = _setting(
-        False, "Compile the blocks with torch.compile on a GPU: half a minute at the start, twice as fast after."
-    )
+    compile: bool = _setting(False, "Compile the blocks with torch.compile on a GPU: slower to start, faster steps.")
     dropout: bool = _setting(False, "Keep the model's own dropout while training.")
     lora: int = _setting(
         0, "Train low-rank updates of this rank on the projections, and the new parameters; 0 for all."

@@ -26,16 +26,18 @@ from fastweights.convert import load, load_tokenizer
 from fastweights.data import PackedBatches, TokenFile, check_vocabulary, prepare, validation_rows
 from fastweights.display import Display
 from fastweights.families import family_of
+from fastweights.head import CHUNK_SHARE
 from fastweights.losses import Batch, next_token_loss
 from fastweights.models import CheckpointError, FastWeightsMixin, position_limit
 from fastweights.optimize import parameter_groups
 from fastweights.recipe import Recipe, Stage, Stopped
 
 VALIDATION_BATCH_TOKENS = 8_192
-# What a step keeps of a token for its backward pass, in bytes for each layer and number of its width, and the share of
-# the device's memory that a micro-batch may take of it, where the recipe does not say its size.
-BYTES_KEPT, MEMORY_SHARE = 100, 0.5
-CPU_MEMORY = 2**32
+# Where the recipe does not say the size of a micro-batch: what a step keeps of a token for its backward pass, in bytes
+# for each layer and number of its width (recomputed: for each block's ends alone), and of a parameter (itself, its
+# gradient, Adam's two, the teacher's); and the share of a GPU's memory that all of this may take.
+BYTES_KEPT, BYTES_OF_ENDS, BYTES_OF_PARAMETERS = 100, 16, 20
+MEMORY_SHARE, CPU_MEMORY = 0.8, 2**32
 
 
 class TrainingError(ValueError):
@@ -68,6 +70,7 @@ class Task:
     device: str | None = None
     shard: bool = False
     report_to: str | None = None
+    memory_share: float = 1.0  # of a GPU's, where other runs have the rest
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"recipe": self.recipe.to_dict()}
@@ -122,6 +125,9 @@ class Run:
                 raise TrainingError(
                     f"{self.task.model} is not converted: transfer and fit teach fast-weight layers only"
                 )
+            if stage.top_k > self.student.config.vocab_size:
+                most = self.student.config.vocab_size
+                raise TrainingError(f"{stage.loss}.top_k={stage.top_k}: {self.task.model} has {most} tokens only")
             if not any(parameters and rate for parameters, rate in parameter_groups(self.student, stage)):
                 raise TrainingError(f"the stage {stage.loss} trains nothing: its learning rates are 0")
             self.rows_at_once(stage)
@@ -153,11 +159,14 @@ class Run:
     def _memory(self) -> int:
         if self.device.type == "cpu":
             return CPU_MEMORY
-        return int(MEMORY_SHARE * torch.cuda.get_device_properties(self.device).total_memory)
+        total = self.task.memory_share * torch.cuda.get_device_properties(self.device).total_memory
+        fixed = BYTES_OF_PARAMETERS * sum(p.numel() for p in self.student.parameters())
+        return max(0, int((MEMORY_SHARE - CHUNK_SHARE) * total) - fixed)
 
     def _bytes_kept(self) -> int:
         config, layers = self.student.config, len(family_of(self.student).blocks(self.student))
-        return BYTES_KEPT * (2 if self.recipe.gradient_checkpointing else layers) * config.hidden_size
+        recomputed = 2 * BYTES_KEPT + layers * BYTES_OF_ENDS
+        return config.hidden_size * (recomputed if self.recipe.gradient_checkpointing else layers * BYTES_KEPT)
 
     def _load_teacher(self) -> Any:
         name = self.task.teacher or getattr(self.student.config, "fastweights_base", None)

@@ -35,6 +35,7 @@ from fastweights.optimize import (
     clip_gradients,
     compile_blocks,
     learning_rate_share,
+    leave_uncompiled,
     make_optimizer,
     set_learning_rate,
     set_mode,
@@ -117,6 +118,8 @@ class _StageRun:
         self.batches = run.batches[self.progress.stage]
         self.stop = 0
         self.student = run.student.to(run.device)
+        if run.teacher is not None:  # it may come from an earlier stage
+            leave_uncompiled(run.teacher)
         if self.progress.stage_step == 0 and stage.fit != "none":
             self._fit()
         self.lora = self._add_lora() if self.recipe.lora else None

@@ -7,7 +7,6 @@ import json
 import lzma
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -202,15 +201,6 @@ def refusing(made: Any) -> Any:
     """It has a fingerprint, but cannot be called."""
     made.__class__ = type("Refusing", (PreTrainedTokenizerFast,), {"__call__": None})
     return made
-
-
-def test_tokens_made_elsewhere_are_taken_as_they_are(source: Path, tmp_path: Path) -> None:
-    made, moved = tokens_of(source), tmp_path / "moved"
-    shutil.copytree(made.folder, moved)
-    found = tokens_of(moved)
-    assert np.array_equal(found.tokens, made.tokens) and found.folder == moved
-    (moved / "tokens.bin").write_bytes(b"")
-    assert "tokens.bin is not as meta.json and starts.npy beside it say" in error_of(moved)
 
 
 def test_tokens_are_made_once(source: Path, cache: Path) -> None:

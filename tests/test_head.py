@@ -77,6 +77,31 @@ def test_a_frozen_output_layer_has_no_gradient_and_hidden_still_has() -> None:
     assert own.weight.grad is None and hidden.grad is not None
 
 
+def test_without_gradients_none_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(head, "_chunk", lambda *given: asked.append(given[-1]) or (torch.zeros(()), None))
+    own, hidden = draw(0, True, None)
+    with torch.no_grad():
+        head_loss(own, hidden, torch.zeros(N, dtype=torch.long), Aim())
+    assert asked == [False]
+
+
+def test_bfloat16_is_near_float64() -> None:
+    """As training on a GPU runs it: float32 weights under autocast."""
+    own, hidden = draw(0, True, None)
+    labels = torch.arange(N) % V
+    wide = [hidden, own.weight, own.bias]
+    narrow = [x.detach().float().requires_grad_() for x in wide if x is not None]
+    expected = head_loss(own, hidden, labels, Aim())
+    with torch.autocast("cpu", torch.bfloat16):
+        found = head_loss(Head(narrow[1], narrow[2], None), narrow[0], labels, Aim())
+    assert_close("loss", found, expected, 1e-2)
+    pairs = zip(torch.autograd.grad(found, narrow), torch.autograd.grad(expected, wide), strict=True)
+    for name, (gradient, wanted) in zip(("hidden", "weight", "bias"), pairs, strict=True):
+        assert gradient.dtype == torch.float32
+        assert_close(name, gradient, wanted, 1e-2)
+
+
 def test_the_output_layer_is_back_after_an_error() -> None:
     model, ids = pretrained("gpt2"), tokens(1, 5)
     expected = model(ids).logits

@@ -11,5 +11,6 @@ ROOT = Path(__file__).parent.parent
 
 def test_pages_are_up_to_date() -> None:
     pages = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if is_filled(page)]
+    assert ROOT / "docs/paper.md" in pages
     stale = [str(page.relative_to(ROOT)) for page in pages if fill_page(page, write=False)]
     assert not stale, f"fastweights report {' '.join(f'--fill {page}' for page in stale)}"

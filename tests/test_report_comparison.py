@@ -396,3 +396,19 @@ def test_pages_and_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     page.write_bytes(b"\xff\xfe")
     with pytest.raises(ReportError, match=r"paper\.md cannot be read: it is not text"):
         fill_page(page)
+
+
+def test_a_page_keeps_the_ends_of_its_lines(tmp_path: Path) -> None:
+    write(tmp_path, {"cost": COST})
+    page = tmp_path / "page.md"
+    page.write_bytes(b"<!-- results: cost.json -->\r\n<!-- report: cost -->\r\n<!-- end -->\r\n")
+    assert fill_page(page) and not fill_page(page)
+    assert page.read_bytes().count(b"\n") == page.read_bytes().count(b"\r\n") > 4
+
+
+def test_an_end_without_a_block(tmp_path: Path) -> None:
+    write(tmp_path, {"cost": COST})
+    page = tmp_path / "page.md"
+    page.write_text("<!-- results: cost.json -->\n<!-- report: cost -->\n<!-- end -->\n<!-- end -->\n")
+    with pytest.raises(ReportError, match="line 4: <!-- end --> closes no block"):
+        fill_page(page)

@@ -52,8 +52,9 @@ def fill_page(page: str | os.PathLike, results: Sequence[ResultFile] | None = No
         return filled != text or any(not path.is_file() for path in plots)
     files: dict[Path, str] = {path: plot.svg for path, plot in plots.items()} | {page: filled}
     changed = {path: content for path, content in files.items() if not _holds(path, content)}
+    ends = b"\r\n" if b"\r\n" in page.read_bytes() else b"\n"
     for path, content in changed.items():
-        write_page(path, content)
+        write_page(path, content.encode().replace(b"\n", ends) if path == page else content)
     return bool(changed)
 
 
@@ -85,10 +86,13 @@ def _line(text: str, place: int) -> int:
 
 def _blocks(page: Path, text: str) -> list[_Block]:
     marks = list(MARK.finditer(_without_code(text)))
-    blocks = []
+    blocks: list[_Block] = []
     for mark, after in itertools.zip_longest(marks, marks[1:]):
         name, line = mark["name"], _line(text, mark.start())
         if name is None:
+            if not blocks or blocks[-1].stop != mark.start():
+                above = "put <!-- report: NAME --> above it"
+                raise ReportError(f"{page}, line {line}: <!-- end --> closes no block: {above}")
             continue
         if after is None or after["name"] is not None:
             raise ReportError(f"{page}, line {line}: the block {name!r} is not closed: put <!-- end --> below it")
