@@ -227,6 +227,7 @@ def test_models_that_cannot_be_trained_so(files: Files) -> None:
     frozen = (*finetune, "--set", "finetune.body_learning_rate=0")
     assert "the stage finetune trains nothing" in refused(files, *frozen, model=files.base)
     assert "the stage distill trains nothing" in refused(files, "--set", "distill.learning_rate=0")
+    assert "distill.top_k=62: " in refused(files, "--set", "distill.top_k=62")
     assert "no folder at" in refused(files, model=files.folder / "nowhere")
 
 
