@@ -117,10 +117,12 @@ def _prepare(setup: Setup, jobs: Sequence[Job]) -> None:
         raise GridError(f"--model {setup.model} is converted already: give the model that it was made from")
     for job in jobs:
         _check_model(job, base)
-    for source in (setup.data, setup.validation):
-        check_vocabulary(prepare(source, tokenizer, limit=setup.limit), tokenizer, base.config)
+    shown = Console(stderr=True).is_terminal  # elsewhere a bar would leave an empty line
+    texts = [prepare(text, tokenizer, limit=setup.limit, progress=shown) for text in (setup.data, setup.validation)]
+    for tokens in texts:
+        check_vocabulary(tokens, tokenizer, base.config)
     for length in {job.variant.recipe.length for job in jobs}:
-        validation_rows(prepare(setup.validation, tokenizer, limit=setup.limit), length, length)
+        validation_rows(texts[1], length, length)
     for name, source in setup.tests.items():
         if not _text_of_test(name, source).strip():
             raise GridError(f"--test {name} has no text in it")
