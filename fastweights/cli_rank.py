@@ -65,7 +65,7 @@ def rank(
         most, why = (layers, "") if save is None else (layers - 1, ", so that --save has a layer left to convert")
         raise ValueError(f"--keep {keep}: {folder} has {layers} converted layers, choose at most {most}{why}")
     rows = _rows(folder, data, tokenizer, (student, base), tokens, length, text_field)
-    found = rank_layers(student, base, batches_of(rows, student.config.vocab_size), keep=keep, fit=fit)
+    found = rank_layers(student, base, batches_of(rows), keep=keep, fit=fit)
     base_name = Path(teacher or student.config.fastweights_base).name
     result = {
         "kind": "ranking",

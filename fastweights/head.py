@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from fastweights.data import IGNORED
 
 # Numbers in a chunk's logits, at most, and the bytes that a loss needs for each: up to 13 float32 copies.
-LOGITS_AT_ONCE, BYTES_A_LOGIT = 2**27, 52
+LOGITS_AT_ONCE, LOGITS_ON_GPU, BYTES_A_LOGIT = 2**24, 2**27, 52
 # Share of a GPU's memory that a chunk may take.
 CHUNK_SHARE = 1 / 8
 
@@ -80,7 +80,7 @@ def logits_at_once(device: torch.device) -> int:
     if device.type != "cuda":
         return LOGITS_AT_ONCE
     memory = torch.cuda.get_device_properties(device).total_memory
-    return min(LOGITS_AT_ONCE, int(CHUNK_SHARE * memory) // BYTES_A_LOGIT)
+    return min(LOGITS_ON_GPU, int(CHUNK_SHARE * memory) // BYTES_A_LOGIT)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -104,9 +104,10 @@ class _HeadLoss(torch.autograd.Function):
         d_bias = None if bias is None or not wanted[2] else torch.zeros_like(bias, dtype=wide)
         losses = []
         chunks = -(-len(hidden) * len(weight) // logits_at_once(hidden.device))
+        tokens = -(-len(hidden) // chunks)
         of_chunk = _compiled_chunk() if aim.compiled and hidden.is_cuda else _chunk
-        for part in torch.arange(len(hidden)).chunk(chunks):
-            at = slice(int(part[0]), int(part[-1]) + 1)
+        for start in range(0, len(hidden), tokens):
+            at = slice(start, start + tokens)
             x = hidden[at]
             logits = F.linear(x, weight, bias)
             answer = None

@@ -1,7 +1,7 @@
 """Which layers a hybrid should keep as attention. One layer after another is made attention again; what that is worth
 is how much nearer the model's next-token distribution comes to the base's.
 
-Shapes: input_ids, labels [B,T]   logits [B,T,V]
+Shapes: input_ids, labels [B,T]   taught, what the teacher's output layer is given, [B*T,D]
 """
 
 from __future__ import annotations
@@ -21,18 +21,16 @@ from torch import Tensor
 from fastweights.convert import load, load_tokenizer, new_folder
 from fastweights.data import IGNORED
 from fastweights.families import family_of
+from fastweights.head import Aim, head_loss, head_of
 from fastweights.layer import FastWeightsAttention
-from fastweights.losses import Batch, converted_layers, fit_outputs, run_model
+from fastweights.losses import Batch, converted_layers, fit_outputs, hidden_of, next_tokens
 from fastweights.models import CheckpointError, FastWeightsMixin, evaluating
 
 __all__ = ["RankingError", "hybrid_from", "rank_layers", "restored"]
 
 # Tokens that output projections are fitted on, as before training.
 FIT_TOKENS = 16_384
-# Of a batch: tokens, and numbers in its logits, which teacher and student have at once.
-BATCH_TOKENS, BATCH_LOGITS = 8_192, 2**27
-# Numbers in the float32 copies of logits that a divergence is computed from.
-CHUNK_LOGITS = 2**24
+BATCH_TOKENS = 8_192
 
 
 class RankingError(ValueError):
@@ -88,10 +86,9 @@ def rank_layers(
     return {"kl": nothing, "layers": layers, "chosen": chosen, "kl_after": kl_after}
 
 
-def batches_of(rows: Batch, vocabulary: int) -> list[Batch]:
-    """Rows in batches whose logits are not too many for a small machine."""
+def batches_of(rows: Batch) -> list[Batch]:
     count, length = rows["input_ids"].shape
-    at_once = max(1, min(BATCH_TOKENS, BATCH_LOGITS // vocabulary) // length)
+    at_once = max(1, BATCH_TOKENS // length)
     return [{name: x[first : first + at_once] for name, x in rows.items()} for first in range(0, count, at_once)]
 
 
@@ -103,17 +100,16 @@ def _divergences(
     choices: Sequence[tuple[int, ...]],
 ) -> list[float]:
     """The mean divergence for each choice of layers to restore. All choices are measured on a batch before the next
-    one, so that the teacher runs once and the logits of one batch alone are held."""
+    one, so that the teacher runs once."""
     sums, count = [0.0] * len(choices), 0
     for batch in batches:
         batch = _on_device(batch, student.device)
         with _autocast(student.device):
-            wanted = run_model(teacher, batch).logits
-        counted = (batch["labels"][:, 1:] != IGNORED).nonzero()
-        count += len(counted)
+            taught = hidden_of(teacher, batch)
+        count += int((next_tokens(batch) != IGNORED).sum())
         for number, layers in enumerate(choices):
             with restored(student, teacher, layers), _autocast(student.device):
-                sums[number] += _divergence(wanted, run_model(student, batch).logits, counted)
+                sums[number] += _divergence(student, teacher, batch, taught)
             if not math.isfinite(sums[number]):
                 raise RankingError(
                     f"the divergence is {sums[number]} with {_named(layers)} restored: the model's numbers overflow; "
@@ -129,14 +125,10 @@ def _named(layers: Collection[int]) -> str:
     return f"layer {', '.join(map(str, layers))}" if layers else "nothing"
 
 
-def _divergence(wanted: Tensor, found: Tensor, places: Tensor) -> float:
-    """Sum of KL(wanted || found) over places [N,2] of the logits; in float32, a few tokens at a time."""
-    total = torch.zeros((), dtype=torch.float64, device=wanted.device)
-    with torch.autocast(wanted.device.type, enabled=False):
-        for rows, columns in (part.T for part in places.split(max(1, CHUNK_LOGITS // wanted.shape[-1]))):
-            p, q = (logits[rows, columns].float().log_softmax(-1) for logits in (wanted, found))
-            total += (p.exp() * (p - q)).sum(-1).double().sum()
-    return float(total)
+def _divergence(student: Any, teacher: Any, batch: Batch, taught: Tensor) -> float:
+    """Sum of KL(teacher || student) over the next tokens of a batch."""
+    heads, hidden = (head_of(student), head_of(teacher)), hidden_of(student, batch)
+    return float(head_loss(heads[0], hidden, next_tokens(batch), Aim(cross_entropy=0.0), heads[1], taught))
 
 
 def _on_device(batch: Batch, device: torch.device) -> Batch:

@@ -33,10 +33,12 @@ from fastweights.optimize import parameter_groups
 from fastweights.recipe import Recipe, Stage, Stopped
 
 VALIDATION_BATCH_TOKENS = 8_192
-# Where the recipe does not say the size of a micro-batch: what a step keeps of a token for its backward pass, in bytes
-# for each layer and number of its width (recomputed: for each block's ends alone), and of a parameter (itself, its
-# gradient, Adam's two, the teacher's); and the share of a GPU's memory that all of this may take.
-BYTES_KEPT, BYTES_OF_ENDS, BYTES_OF_PARAMETERS = 100, 16, 20
+# The size of a micro-batch, where the recipe does not say it, is an estimate from these.
+# Bytes that the backward pass needs of a token: by layer and width; with recomputing only a block's ends are kept.
+BYTES_KEPT, BYTES_OF_ENDS = 100, 16
+# Bytes of a parameter: itself, the gradient, both of Adam's numbers and the teacher's copy.
+BYTES_OF_PARAMETERS = 20
+# What all of it may take: a share of a GPU's memory, or so many bytes.
 MEMORY_SHARE, CPU_MEMORY = 0.8, 2**32
 
 

@@ -103,7 +103,7 @@ def test_modules_settings_and_modes_are_put_back_after_an_error(monkeypatch: pyt
     settings, layers = student.config.fastweights, converted_layers(student)
     tensors = {name: x.clone() for name, x in student.state_dict().items()}
 
-    def fail(_wanted: Any, _found: Any, _places: Any) -> float:
+    def fail(*_: Any) -> float:
         if len(converted_layers(student)) == 1:
             raise KeyboardInterrupt
         return 1.0
@@ -126,9 +126,9 @@ def test_the_divergence_is_as_written_out(monkeypatch: pytest.MonkeyPatch) -> No
             wanted, found = (x[row, column].double().log_softmax(0) for x in (p, q))
             total, count = total + float((wanted.exp() * (wanted - found)).sum()), count + 1
     assert rank_layers(student, teacher, inputs(), **QUIET)["kl"] == pytest.approx(total / count, rel=1e-5)
-    monkeypatch.setattr(ranking, "CHUNK_LOGITS", 3 * 61)
+    monkeypatch.setattr("fastweights.head.LOGITS_AT_ONCE", 3 * 61)
     monkeypatch.setattr(ranking, "BATCH_TOKENS", 20)
-    parts = [part for batch in inputs() for part in batches_of(batch, 61)]
+    parts = [part for batch in inputs() for part in batches_of(batch)]
     assert [len(part["labels"]) for part in parts] == [1, 1, 1, 1]
     assert rank_layers(student, teacher, parts, **QUIET)["kl"] == pytest.approx(total / count, rel=1e-5)
 
