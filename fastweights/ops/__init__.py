@@ -33,8 +33,6 @@ def _triton(*args: Any, wide: bool = False) -> tuple[Tensor, Tensor]:
 
 BACKENDS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"loop": loop, "chunked": chunked, "triton": _triton}
 WIDEST_M = 128
-# Above this a miscompiled kernel made the delta rule wrong on a GPU. It is mended; a GPU has not confirmed it yet.
-WIDEST_DELTA = 32
 _override: list[str] = []
 
 
@@ -158,7 +156,7 @@ def _choose(name: str, backend: str, q: Tensor, k: Tensor, v: Tensor) -> str:
     _check_backend(backend)
     if backend not in ("auto", "triton"):
         return backend
-    obstacle = _obstacle(name, q, k, v)
+    obstacle = _obstacle(q, k, v)
     if obstacle is None and (v.device.type == "cuda" or backend == "triton"):
         return "triton"
     if backend == "triton":
@@ -171,12 +169,10 @@ def _check_backend(backend: str) -> None:
         raise ValueError(f"backend={backend!r} is not known; choose one of auto, {', '.join(BACKENDS)}")
 
 
-def _obstacle(name: str, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+def _obstacle(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Why the Triton kernels cannot run on these tensors."""
     if k.shape[-1] > WIDEST_M:
         return f"it has states of m up to {WIDEST_M}, found {k.shape[-1]}"
-    if name == "delta" and k.shape[-1] > WIDEST_DELTA and v.is_cuda:
-        return f"its delta kernels gave wrong results above m = {WIDEST_DELTA} and are not released again yet"
     if not (k.numel() and v.numel()):
         return f"there is nothing to compute, found k {list(k.shape)} and v {list(v.shape)}"
     return obstacle(v.device, q.dtype, k.dtype, v.dtype, interpreter=True)
