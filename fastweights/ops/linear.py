@@ -27,7 +27,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 # Numbers of a tile of weights that a program of the one-row kernel loads at once, and its warps for them.
 ROW_TILE, ROW_WARPS = 8192, 4
 # Inner numbers that are on their way at once, and the share of shared memory that all programs' loads may take.
-PIPELINE, PIPELINE_SHARE = 384, 0.96
+PIPELINE, PIPELINE_SHARE = 512, 0.96
 # A sum is shared by programs for so many rows, in tiles of so many columns, from so many numbers each.
 SPLIT_ROWS, SPLIT_COLUMNS, SPLIT_DEPTH = 32, 32, 512
 
@@ -190,7 +190,7 @@ def tiles(rows: int, columns: int, k: int, gated: bool, normed: bool, dtype: tor
     """One row: as many columns as keep a tile of whole rows of weights small. Several: the tile of the least cost.
 
     Measured on an H200: the busiest multiprocessor's loads, or products where these take longer, plus all programs'
-    loads from the L2 cache, which is as fast as 0.3 of the multiprocessors. Warp groups are worth tiles of 64 rows from
+    loads from the L2 cache, which is as fast as 0.6 of the multiprocessors. Warp groups are worth tiles of 64 rows from
     17 rows on. A long sum for few rows is better shared by programs."""
     from triton import cdiv, next_power_of_2
 
@@ -231,7 +231,7 @@ def tiles(rows: int, columns: int, k: int, gated: bool, normed: bool, dtype: tor
                 continue
             loads = min(row_tile, rows) + wide
             work = row_tile * (wide + (row_tile if normed and tensor_cores else 0)) / (64 if tensor_cores else 4)
-            cost = turns * max(loads, work) + programs / (0.3 * chip.processors) * loads
+            cost = turns * max(loads, work) + programs / (0.6 * chip.processors) * loads
             if best is None or cost < best[0]:
                 warps = 8 if row_tile * wide > 64 * 128 else 4
                 best = cost, Tile(row_tile, column_tile, pipeline[0], warps, pipeline[1] + (not grouped))
