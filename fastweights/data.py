@@ -33,6 +33,12 @@ IGNORED = -100  # the label that Hugging Face's losses leave out
 BATCH_CHARACTERS, PIECE_CHARACTERS = 2**20, 2**22
 # Between the end of a line and the first word of the next, tokenizers end a token anyway.
 _CUT = re.compile(r"(?<=\n)(?= ?\S)")
+# Tokenizers of one vocabulary that do anything differently do it here.
+PROBE = (
+    "Don't  stop\tat 3.14159, 2,048 or 1e-5!\n\n  def f(x_1):\r\n\treturn {'a': [x**2 >= 0]}  # ok?\n"
+    "Ünïcödé, Ｗｉｄｅ, e\u0301, ß, Ελληνικά, русский, 日本語の文, हिन्दी, العربية, 한국어, 🙂👍🏽, ½ € … “q”\n"
+    "www.a-b.org/~c?d=e&f <|endoftext|> </s>"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,11 +186,9 @@ def _pack(tokens: TokenFile, rows: np.ndarray, length: int) -> dict[str, Tensor]
 
 
 def _tokenizer_fingerprint(tokenizer: Any) -> str:
-    if getattr(tokenizer, "backend_tokenizer", None) is None:
-        return _fingerprint([sorted(tokenizer.get_vocab().items()), tokenizer.eos_token_id])
-    # The last call's padding and truncation stay in the backend; they say nothing about the next.
-    backend = json.loads(tokenizer.backend_tokenizer.to_str()) | {"padding": None, "truncation": None}
-    return _fingerprint([backend, tokenizer.eos_token_id])
+    """Of what it does, not of how it is stored: that differs between versions of transformers."""
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    return _fingerprint([vocabulary, tokenizer.eos_token_id, _encode([PROBE], tokenizer)[0].tolist()])
 
 
 def _fingerprint(content: Any) -> str:

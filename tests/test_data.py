@@ -24,12 +24,13 @@ from hypothesis.strategies import integers, lists
 from tiny import VOCAB
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.normalizers import Lowercase, Sequence
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from fastweights import data
-from fastweights.data import DataError, PackedBatches, TokenFile, check_vocabulary, prepare, validation_rows
+from fastweights.data import PROBE, DataError, PackedBatches, TokenFile, check_vocabulary, prepare, validation_rows
 from fastweights.models import _document_starts
 
 DOCUMENTS = ["Once upon, <|endoftext|>\n\nThere was a café", "b", " = The end, of it! = "]
@@ -198,8 +199,14 @@ def test_halves_of_characters_and_ids_beyond_the_number_of_tokens(tmp_path: Path
 
 
 def refusing(made: Any) -> Any:
-    """It has a fingerprint, but cannot be called."""
-    made.__class__ = type("Refusing", (PreTrainedTokenizerFast,), {"__call__": None})
+    """It has a fingerprint, but cannot be called with anything else."""
+
+    class Refusing(PreTrainedTokenizerFast):
+        def __call__(self, text: Any, **arguments: Any) -> Any:
+            assert text == [PROBE]
+            return super().__call__(text, **arguments)
+
+    made.__class__ = Refusing
     return made
 
 
@@ -213,11 +220,19 @@ def test_tokens_are_made_once(source: Path, cache: Path) -> None:
     assert [folder.name for folder in cache.iterdir()] == [first.folder.name] and len(first.folder.name) == 16
 
 
+def test_tokens_of_a_tokenizer_that_is_stored_otherwise(source: Path) -> None:
+    """What does nothing is written by one version of transformers and left out by another."""
+    made, before = tokenizer(), tokens_of(source)
+    made.backend_tokenizer.normalizer = Sequence([])
+    assert tokens_of(source, refusing(made)).folder == before.folder
+
+
 CHANGES: dict[str, Callable[[Path, Any, dict[str, Any]], Any]] = {
     "content": lambda source, made, arguments: source.write_text(TEXT + "more"),
     "time": lambda source, made, arguments: os.utime(source, ns=(0, source.stat().st_mtime_ns + 1)),
     "tokenizer": lambda source, made, arguments: made.add_tokens("caf"),
     "eos": lambda source, made, arguments: setattr(made, "eos_token", "!"),
+    "normalizer": lambda source, made, arguments: setattr(made.backend_tokenizer, "normalizer", Lowercase()),
     "field": lambda source, made, arguments: arguments.update(text_field="x"),
     "limit": lambda source, made, arguments: arguments.update(limit=10**6),
 }
@@ -230,7 +245,7 @@ def test_tokens_are_made_again_when_anything_changes(name: str, source: Path) ->
     CHANGES[name](source, made, arguments)
     after = tokens_of(source, made, **arguments)
     assert after.folder != before.folder
-    assert (after.tokens.tolist() != before.tokens.tolist()) == (name in ("content", "tokenizer", "eos"))
+    assert (after.tokens.tolist() != before.tokens.tolist()) == (name in ("content", "tokenizer", "eos", "normalizer"))
 
 
 def test_the_cache_can_be_chosen(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
