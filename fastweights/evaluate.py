@@ -341,8 +341,8 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     losses = []
     for row, target in zip(logits, targets, strict=True):
         row = row.to(torch.promote_types(row.dtype, torch.float32))
-        losses.append((row.logsumexp(-1) - row.gather(-1, target[:, None])[:, 0]).cpu())
-    return torch.stack(losses)
+        losses.append(row.logsumexp(-1) - row.gather(-1, target[:, None])[:, 0])
+    return torch.stack(losses).cpu()
 
 
 def _sum(losses: Tensor, window: Window) -> float:

@@ -31,6 +31,7 @@ from fastweights.evaluate import EvaluationError, perplexity
 from fastweights.grid import GridError, Variant
 from fastweights.provenance import write_result
 from fastweights.recipe import Recipe
+from fastweights.run import VALIDATION_BATCH_TOKENS, autocast
 from fastweights.sources import read_text
 from fastweights.train import Diverged, Interrupted, Task, resume, train
 
@@ -244,10 +245,16 @@ def _test(job: Job, result: dict[str, Any]) -> list[dict[str, Any]]:
         return []
     device = job.setup.device or ("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = load(best, dtype=torch.float32).to(device), load_tokenizer(best)
-    length, found = job.variant.recipe.length, []
+    recipe, found = job.variant.recipe, []
+    windows: dict[str, Any] = {
+        "length": recipe.length,
+        "batch_size": max(1, VALIDATION_BATCH_TOKENS // recipe.length),
+        "progress": False,
+    }
     try:
         for name, source in job.setup.tests.items():
-            measured = perplexity(model, tokenizer, read_text(source), length=length, progress=False)
+            with autocast(recipe, torch.device(device).type):
+                measured = perplexity(model, tokenizer, read_text(source), **windows)
             found.append({"data": name} | measured.to_dict())
     except EvaluationError as error:
         if result["diverged"] is None:

@@ -82,6 +82,15 @@ class Task:
         return cls(**values | {"recipe": Recipe.from_dict(values["recipe"])})
 
 
+def is_low_precision(recipe: Recipe, device: str) -> bool:
+    return recipe.precision == "bfloat16" or (recipe.precision == "auto" and device == "cuda")
+
+
+def autocast(recipe: Recipe, device: str) -> Any:
+    """The arithmetic of a recipe's models."""
+    return torch.autocast(device, torch.bfloat16) if is_low_precision(recipe, device) else nullcontext()
+
+
 class Run:
     """A task in its folder: what all of its stages share."""
 
@@ -92,8 +101,7 @@ class Run:
         self.world, self.rank = self.accelerator.num_processes, self.accelerator.process_index
         self.display.enabled = display.enabled and self.main
         self.stop_signal = 0
-        precision = task.recipe.precision
-        self.low_precision = precision == "bfloat16" or (precision == "auto" and self.device.type == "cuda")
+        self.low_precision = is_low_precision(task.recipe, self.device.type)
         self.tokenizer = load_tokenizer(saved.linked(folder, saved.LAST) or task.model)
         self.progress = self._last_progress()
         with self.writing(folder / saved.LOG):
@@ -255,7 +263,7 @@ class Run:
         return {name: rows.to(self.device, non_blocking=True) for name, rows in batch.items()}
 
     def autocast(self) -> Any:
-        return torch.autocast(self.device.type, torch.bfloat16) if self.low_precision else nullcontext()
+        return autocast(self.recipe, self.device.type)
 
     def write_line(self, line: dict[str, Any]) -> None:
         """A line of the log, here and in the tracker."""

@@ -247,7 +247,8 @@ class _StageRun:
         if run.validation is None:
             return False
         self.module.eval()
-        loss = run.validation_loss(lambda batch: self.module(batch, score=True))
+        with torch.compiler.set_stance("force_eager"):  # to compile for it would take longer than all of it
+            loss = run.validation_loss(lambda batch: self.module(batch, score=True))
         self.module.train()
         if not math.isfinite(loss):
             if progress.step:

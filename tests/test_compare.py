@@ -323,7 +323,7 @@ def test_what_is_refused_on_the_command_line(files: Files, tmp_path: Path) -> No
     output = tmp_path / "out"
     grid = write_grid(tmp_path, {"a": {"rule": "decay"}, "deep": {"rule": "decay", "layers": [7]}})
     assert error_of(*typed(files, "nothing", output)) == (
-        "nothing: no such grid; shipped are paper, paper_longer, smollm2, or give a YAML file"
+        "nothing: no such grid; shipped are paper, paper_longer, smollm2, smollm2_long, or give a YAML file"
     )
     assert "no such grid" in error_of(*typed(files, tmp_path / "missing.yaml", output))
     assert error_of(*typed(files, grid, output, "--only", "a,b")) == (
