@@ -16,13 +16,13 @@ PAGE = ROOT / "docs/speed.md"
 
 def filled(page: str) -> str:
     """The page with what stands between `<!-- name -->` and `<!-- end -->` made anew."""
-    kernels, models = (_result(name)["parts"] for name in ("gpu_kernels", "gpu_models"))
+    kernels, training, decode = (_result(f"gpu_{name}")["parts"] for name in ("kernels", "training", "decode"))
     tables = {
-        "operations": _operations(kernels["kernels"]),
+        "operations": _operations(kernels["kernels"], kernels["fla"]["peers"]),
         "parts": _parts(kernels["kernels"]["profiles"]),
         "precision": _precision(kernels["precision"]["cases"]),
-        "training": _training(models["training"]["models"]),
-        "decode": _decode(models["decode"]),
+        "training": _training(training["training"]["models"]),
+        "decode": _decode(decode["decode"]),
         "cpu": _cpu(_result("decode_cpu")),
     }
 
@@ -36,7 +36,7 @@ def _result(name: str) -> dict[str, Any]:
     return json.loads((ROOT / f"results/{name}.json").read_text())
 
 
-def _operations(part: dict[str, Any]) -> str:
+def _operations(part: dict[str, Any], others: list[dict[str, Any]]) -> str:
     """One line an operation, three lengths side by side: on the device alone, and with Python's launches."""
     shapes = list(dict.fromkeys(row["shape"] for row in part["peers"]))
     lines = [["", "m", *(shape.split(", H")[0] for shape in shapes), "peak MiB"]]
@@ -51,6 +51,10 @@ def _operations(part: dict[str, Any]) -> str:
     lines.append(
         ["attention (torch SDPA, flash)", "", *(_times(peers[s], "") for s in shapes), _peak(peers[shapes[0]])]
     )
+    for name, m in dict.fromkeys((row["peer"], row["m"]) for row in others if "peak extra MiB" in row):
+        rows = {row["shape"]: row for row in others if (row["peer"], row["m"]) == (name, m)}
+        cells = [_times(rows.get(shape, {}), "") for shape in shapes]
+        lines.append([name, str(m), *cells, _peak(rows[shapes[0]])])
     return _markdown(lines)
 
 

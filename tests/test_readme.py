@@ -124,7 +124,8 @@ def test_figures_of_speed_are_those_of_the_result_files(monkeypatch: pytest.Monk
 
     assert filled(PAGE.read_text()) == PAGE.read_text(), "run benchmarks/speed_page.py"
     readme = (ROOT / "README.md").read_text()
-    kernels, models = _result("gpu_kernels")["parts"]["kernels"], _result("gpu_models")["parts"]
+    kernels, training, decoding = (_result(f"gpu_{name}")["parts"] for name in ("kernels", "training", "decode"))
+    kernels, decoding = kernels["kernels"], decoding["decode"]
     ours = {row["shape"]: row for row in kernels["ops"] if (row["rule"], row["m"]) == ("decay", 32)}
     for peer in kernels["peers"]:
         row = ours[peer["shape"]]
@@ -132,13 +133,12 @@ def test_figures_of_speed_are_those_of_the_result_files(monkeypatch: pytest.Monk
         if "T 4096" not in peer["shape"]:
             for value in (row["graph forward+backward ms"], peer["forward+backward ms"]):
                 assert f"{value:.2f}" in readme or f"{value:.1f}" in readme, value
-    for row in models["training"]["models"].values():
+    for row in training["training"]["models"].values():
         assert f"{round(row['tokens/s'], -3):,.0f}" in readme
-    decode = {(row["batch"], row["context"]): row["tokens/s"] for row in models["decode"]["decay"]}
-    assert (
-        f"{round(decode[1, 1024], -1):,.0f} tokens/s for one text, {round(decode[32, 16384], -3):,.0f} for 32" in readme
-    )
-    (peer,) = (row["tokens/s"] for row in models["decode"]["attention"] if "tokens/s" in row)
+    decode = {(row["batch"], row["context"]): row["tokens/s"] for row in decoding["decay"]}
+    one, few, many = round(decode[1, 1024], -1), round(decode[32, 16384], -3), round(decode[256, 65536], -3)
+    assert f"{one:,.0f} tokens/s for one text, {few:,.0f} for 32 and {many:,.0f} for 256" in readme
+    (peer,) = (row["tokens/s"] for row in decoding["attention"] if "tokens/s" in row)
     assert f"{peer:,.0f} for 32 texts" in readme
     compiled = _result("kernel_code")["kernels"]["backward"]
     assert f"{compiled['instructions a token']:.0f} instructions a token" in PAGE.read_text()
@@ -174,3 +174,22 @@ def test_links_lead_somewhere() -> None:
     for page in [*PAGES, "CONTRIBUTING.md", *(f"docs/{name}.md" for name in LINKED)]:
         for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text()):
             assert (ROOT / page).parent.joinpath(target).exists(), f"{page}: {target}"
+
+
+def test_what_smollm2_says_in_words_is_in_the_result_files() -> None:
+    page, ranked = (ROOT / "docs/smollm2.md").read_text(), _result("smollm2_rank")
+    runs = {name: _result(f"smollm2/{name}") for name in ("reference", "uniform", "window_32")}
+    base = runs["reference"]["base"]["perplexity"]
+    assert f"a validation perplexity of {base:.2f}" in page
+    assert 1.06 < runs["window_32"]["best"]["perplexity"] / base < 1.07
+    starts = {name: run["validation"][0] for name, run in runs.items()}
+    transferred = next(
+        v for v in runs["reference"]["validation"] if v["tokens"] == runs["reference"]["stages"][0]["tokens"]
+    )
+    assert f"its first step ({starts['window_32']['perplexity']:.2f})" in page
+    assert f"after transfer ({transferred['perplexity']:.2f})" in page
+    assert f"({starts['reference']['perplexity']:.1f} against {starts['uniform']['perplexity']:.1f})" in page
+    first, second, third = ranked["chosen"]
+    assert f"layers {first}, {second} and {third}" in page.replace("\n", " ")
+    assert f"falls from {ranked['kl']:.3f} to {ranked['kl_after'][-1]:.3f}" in page
+    assert 0.0175 < max(layer["gain"] for layer in ranked["layers"]) < 0.0185

@@ -31,6 +31,7 @@ from sample_results import (
 )
 
 from fastweights.report import ReportError, compare_curves, make_report
+from fastweights.report.results import Result, models_in
 
 
 def test_quality_has_the_numbers_of_the_result(tmp_path: Path) -> None:
@@ -155,6 +156,20 @@ def test_models_of_several_files_share_a_base(tmp_path: Path) -> None:
     twice = {"c": EVALUATION | {"models": [base, decay, evaluated("gpt2-decay", True, 1.5)]}}
     models = [row["model"] for row in table(report(tmp_path, twice)[0], "state")]
     assert models == ["gpt2", "gpt2-decay (c.json)", "gpt2-decay (c.json, 2)"]
+
+
+@pytest.mark.parametrize("change, together", [({}, True), ({"parameters": 7}, False), ({"tasks": {}}, False)])
+def test_a_model_measured_in_parts_is_one(change: dict[str, Any], together: bool) -> None:
+    facts = {"name": "a", "parameters": 5, "converted": True}
+    parts = [{"perplexity": [], "seconds": 1.0}, {"tasks": {}, "seconds": 2.0}]
+    bodies = [facts | parts[0] | change, facts | parts[1]]
+    results = [Result(f"{i}.json", {"kind": "evaluation", "models": [body]}) for i, body in enumerate(bodies)]
+    found = models_in(results)
+    if together:
+        assert [(entry.label, entry.file) for entry in found] == [("a", "0.json, 1.json")]
+        assert found[0].body.keys() == {*facts, "perplexity", "tasks", "seconds"}
+    else:
+        assert [entry.label for entry in found] == ["a (0.json)", "a (1.json)"]
 
 
 def test_the_first_model_is_the_base_where_a_result_does_not_say(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 from rich.filesize import decimal
 
 KINDS = ("training", "evaluation", "cost")
+MEASURES = {"perplexity", "by_position", "recall", "tasks"}
 MISSING = "–"
 DIVERGED = "diverged"
 ResultFile = str | os.PathLike
@@ -87,7 +88,8 @@ def _short_names(paths: Sequence[Path]) -> list[str]:
 
 
 def models_in(results: Sequence[Result]) -> list[Entry]:
-    """The models of all evaluations. The first of all is taken for a base model where a result does not say."""
+    """The models of all evaluations, one that was measured in parts as one. The first of all is taken for a base
+    model where a result does not say."""
     found = [
         (str(body.get("name") or "model"), result.file, body)
         for result in results
@@ -96,8 +98,22 @@ def models_in(results: Sequence[Result]) -> list[Entry]:
     ]
     return [
         Entry(label, file, body, bool(body.get("converted", i > 0)))
-        for i, (label, file, body) in enumerate(_labelled(found))
+        for i, (label, file, body) in enumerate(_labelled(_joined(found)))
     ]
+
+
+def _joined(found: Sequence[tuple[str, str, dict[str, Any]]]) -> list[tuple[str, str, dict[str, Any]]]:
+    """Models of one name that agree in all that both files say, and were measured in different ways in each."""
+    joined: list[tuple[str, str, dict[str, Any]]] = []
+    for name, file, body in found:
+        for i, (other_name, other_file, other) in enumerate(joined):
+            both = (body.keys() & other.keys()) - {"seconds"}
+            if other_name == name and not both & MEASURES and all(body[key] == other[key] for key in both):
+                joined[i] = name, f"{other_file}, {file}", other | body
+                break
+        else:
+            joined.append((name, file, body))
+    return joined
 
 
 def runs_in(results: Sequence[Result]) -> list[Entry]:
