@@ -172,20 +172,24 @@ def kernels(settings: Settings) -> Iterator[dict[str, Any]]:
         yield result
     for rule in dict.fromkeys(rule for rule, _ in TIMED_OPS):
         for shape in shapes(settings):
-            rows: list[dict[str, Any]] = [
-                {"shape": str(shape), "rule": name, "m": m, "bias": TIMED_BIAS, "dtype": "bfloat16"}
-                for name, m in TIMED_OPS
-                if name == rule
-            ]
-            check(rule, shape, rows, settings)
-            for row in rows:
-                result["ops"].append(row | (timed(row, shape, settings) if row["passed"] else {}))
+            for row in measured(rule, [m for name, m in TIMED_OPS if name == rule], shape, settings):
+                result["ops"].append(row)
                 yield result
             if rule == "decay":
                 result["profiles"][str(shape)] = guarded(lambda shape=shape: profile(shape, settings))
                 yield result
     result["first call"] = guarded(lambda: first_call(settings))
     yield result
+
+
+def measured(rule: str, widths: list[int], shape: Shape, settings: Settings) -> Iterator[dict[str, Any]]:
+    """An operation at each m, with its times where it is right."""
+    rows: list[dict[str, Any]] = [
+        {"shape": str(shape), "rule": rule, "m": m, "bias": TIMED_BIAS, "dtype": "bfloat16"} for m in widths
+    ]
+    check(rule, shape, rows, settings)
+    for row in rows:
+        yield row | (timed(row, shape, settings) if row["passed"] else {})
 
 
 def compile_all(settings: Settings) -> None:
@@ -204,9 +208,12 @@ def run_once(rule: str, m: int, settings: Settings) -> None:
 
 
 def fla(settings: Settings) -> Iterator[dict[str, Any]]:
-    """flash-linear-attention in a process of its own: some of its kernels take the whole CUDA context down."""
-    result: dict[str, Any] = {"peers": []}
-    for row in peers.operations(peers.FLA, shapes(settings), settings):
+    """flash-linear-attention, beside decay and attention; some of its kernels take a whole CUDA context down."""
+    result: dict[str, Any] = {"ops": [], "peers": []}
+    for shape in shapes(settings):
+        result["ops"] += measured("decay", [32], shape, settings)
+        yield result
+    for row in peers.operations([*peers.TORCH, *peers.FLA], shapes(settings), settings):
         result["peers"].append(row)
         yield result
 

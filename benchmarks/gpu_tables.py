@@ -91,7 +91,13 @@ def _reached(value: float | None, sign: str, limit: float) -> bool:
 
 
 def show_part(name: str, part: dict[str, Any]) -> None:
-    tables = {"precision": _precision, "kernels": _kernels, "fla": _fla, "training": _training, "decode": _decode}
+    tables = {
+        "precision": _precision,
+        "kernels": _kernels,
+        "fla": _operations,
+        "training": _training,
+        "decode": _decode,
+    }
     Console(width=WIDTH).print(*tables[name](part))
     print(f"{name}: {part['seconds']:.0f} seconds", flush=True)
 
@@ -114,7 +120,6 @@ def _precision(part: dict[str, Any]) -> list[Any]:
 
 
 def _kernels(part: dict[str, Any]) -> list[Any]:
-    ops = [row | {"worst error": max(row["errors"].values()) if "errors" in row else None} for row in part["ops"]]
     profiles = [
         _table(
             f"decay, m 32, {shape}: what the time goes to", ["kernel", "us", "share"], [row.values() for row in rows]
@@ -125,13 +130,16 @@ def _kernels(part: dict[str, Any]) -> list[Any]:
     return [
         *profiles,
         f"first call: {_text(part['first call'])}",
-        _columns("operations, bfloat16", ["shape", "rule", "m", "worst error", *TIMES, *GRAPH_TIMES], ops),
-        *_fla(part),
+        *_operations(part),
     ]
 
 
-def _fla(part: dict[str, Any]) -> list[Any]:
-    return [_columns("peers, bfloat16", ["shape", "peer", "m", "error of y", *TIMES], part["peers"])]
+def _operations(part: dict[str, Any]) -> list[Any]:
+    ops = [row | {"worst error": max(row["errors"].values()) if "errors" in row else None} for row in part["ops"]]
+    return [
+        _columns("operations, bfloat16", ["shape", "rule", "m", "worst error", *TIMES, *GRAPH_TIMES], ops),
+        _columns("peers, bfloat16", ["shape", "peer", "m", "error of y", *TIMES], part["peers"]),
+    ]
 
 
 def _training(part: dict[str, Any]) -> list[Any]:

@@ -51,7 +51,7 @@ def _operations(part: dict[str, Any], others: list[dict[str, Any]]) -> str:
     lines.append(
         ["attention (torch SDPA, flash)", "", *(_times(peers[s], "") for s in shapes), _peak(peers[shapes[0]])]
     )
-    for name, m in dict.fromkeys((row["peer"], row["m"]) for row in others if "peak extra MiB" in row):
+    for name, m in dict.fromkeys((row["peer"], row["m"]) for row in others if row["m"] and "peak extra MiB" in row):
         rows = {row["shape"]: row for row in others if (row["peer"], row["m"]) == (name, m)}
         cells = [_times(rows.get(shape, {}), "") for shape in shapes]
         lines.append([name, str(m), *cells, _peak(rows[shapes[0]])])
