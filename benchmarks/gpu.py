@@ -1,6 +1,6 @@
 """The numbers on a GPU: precision and speed of the operations, a training step, decoding, beside their peers.
 
-    python benchmarks/gpu.py [--parts precision,kernels,fla,training,decode] [--out results/gpu.json]
+    python benchmarks/gpu.py [--parts precision,kernels,fla,first_call,training,decode] [--out results/gpu.json]
     python benchmarks/gpu.py --device cpu --backend chunked --small --out OUT    a rehearsal, no result
 
 Nothing is timed before it was compared with the float64 loop (models: with the chunked form), and what fails gets no
@@ -31,6 +31,7 @@ PARTS = {
     "precision": gpu_ops.precision,
     "kernels": gpu_ops.kernels,
     "fla": gpu_ops.fla,
+    "first_call": gpu_ops.first_call,
     "training": gpu_models.training,
     "decode": gpu_models.decode,
 }

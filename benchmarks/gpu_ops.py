@@ -178,8 +178,6 @@ def kernels(settings: Settings) -> Iterator[dict[str, Any]]:
             if rule == "decay":
                 result["profiles"][str(shape)] = guarded(lambda shape=shape: profile(shape, settings))
                 yield result
-    result["first call"] = guarded(lambda: first_call(settings))
-    yield result
 
 
 def measured(rule: str, widths: list[int], shape: Shape, settings: Settings) -> Iterator[dict[str, Any]]:
@@ -270,7 +268,7 @@ def profile(shape: Shape, settings: Settings) -> list[dict[str, Any]]:
     return [{"kernel": name[:120], "us": us, "share": us / total} for name, us in rows if us > 0]
 
 
-def first_call(settings: Settings) -> Any:
+def first_call(settings: Settings) -> Iterator[dict[str, Any]]:
     """Seconds that a new process with nothing compiled waits for its first call, and for a new shape."""
     script = Path(__file__).with_name("first_call.py")
     with tempfile.TemporaryDirectory() as empty:
@@ -283,4 +281,4 @@ def first_call(settings: Settings) -> Any:
         )
     if answer.returncode:
         raise RuntimeError(answer.stderr.strip().splitlines()[-1])
-    return json.loads(answer.stdout.splitlines()[-1])
+    yield {"shapes": json.loads(answer.stdout.splitlines()[-1])}
