@@ -67,7 +67,7 @@ class Chooser:
 
     def choose(self, logits: Tensor, places: Tensor, mode: Mode, slots: slice = slice(None)) -> Tensor:
         """The next tokens of some slots, whose places in their texts these are."""
-        scores = logits.float()
+        scores = logits.float() if mode.samples or mode.penalizes else logits
         seen = self.seen[slots] if mode.penalizes and self.seen is not None else None
         if seen is not None:
             penalty = self.penalty[slots, None]

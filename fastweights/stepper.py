@@ -17,7 +17,7 @@ from fastweights.families import Family
 from fastweights.families.base import Parts, stored_less_one
 from fastweights.layer import FastWeightsAttention, LocalAttention, Projections, RecurrentAttention, rotate
 from fastweights.local import Past
-from fastweights.ops.linear import Linear, Norm, Scratch
+from fastweights.ops.linear import Linear, Norm, NormSums, Scratch
 from fastweights.ops.step import Rotary, can_overlap, has_kernels, step_kernel, step_torch
 from fastweights.rules import RULES
 from fastweights.rules.feature_maps import Identity, sum_normalize
@@ -111,8 +111,9 @@ class Stepper:
         weight, bias = _weight(head)
         norm = _norm(model.get_submodule(parts.final_norm))
         self.head = self.linear(weight, bias, norm)
-        dtype = torch.float32 if self.kernels else self.dtype
-        self.logits = torch.zeros(len(self.tokens), weight.shape[0], dtype=dtype, device=self.device)
+        batch, width = self.hidden.shape
+        self.sums = NormSums(batch, width, norm.centred, self.device)
+        self.logits = self.hidden.new_zeros(batch, weight.shape[0])
         self.softcap = getattr(config, "final_logit_softcapping", None)
 
     def linear(self, weight: Tensor, bias: Tensor | None, norm: Norm | None = None, **options: Any) -> Linear:
@@ -131,13 +132,14 @@ class Stepper:
         if self.position_table is not None:  # beyond the table: a clamped model, or a slot that is free and counts on
             rows = self.positions.clamp(max=len(self.position_table) - 1)
             hidden.add_(self.position_table.index_select(0, rows))
+        self.sums.parts = 0
         for angles in self.angles.values():
             angles.turn(self.positions)
         for window in self.windows.values():
             window.move(self.positions)
         for block in self.blocks:
-            block.step(hidden)
-        self.head(hidden, self.logits)
+            block.step(hidden, self.sums)
+        self.head(hidden, self.logits, sums=self.sums)
         if self.softcap is not None:
             self.logits.div_(self.softcap).tanh_().mul_(self.softcap)
         self.positions.add_(1)
@@ -230,15 +232,15 @@ class _Block:
         self.aside = torch.zeros_like(stepper.hidden)
         self.parallel = bool(getattr(config, "use_parallel_residual", False))
 
-    def step(self, hidden: Tensor) -> None:
-        """hidden [B,D] in place."""
-        self.inner(hidden, self.packed)
+    def step(self, hidden: Tensor, sums: NormSums) -> None:
+        """hidden [B,D] in place, and its sums with it."""
+        self.inner(hidden, self.packed, sums=sums)
         if self.parallel:
-            middle = self.up(hidden, self.middle)
-        self._add(hidden, self.outer, self._attend().flatten(1), self.out_norms[0])
+            middle = self.up(hidden, self.middle, sums=sums)
+        self._add(hidden, sums, self.outer, self._attend().flatten(1), self.out_norms[0])
         if not self.parallel:
-            middle = self.up(hidden, self.middle)
-        self._add(hidden, self.down, middle, self.out_norms[1])
+            middle = self.up(hidden, self.middle, sums=sums)
+        self._add(hidden, sums, self.down, middle, self.out_norms[1])
 
     def _attend(self) -> Tensor:
         """y [B,H,d] of the rule, of the window, or of both."""
@@ -250,11 +252,12 @@ class _Block:
         assert y is not None
         return y
 
-    def _add(self, hidden: Tensor, linear: Linear, x: Tensor, norm: Norm | None) -> None:
+    def _add(self, hidden: Tensor, sums: NormSums, linear: Linear, x: Tensor, norm: Norm | None) -> None:
         if norm is None:
-            linear(x, hidden, add=True)
+            linear(x, hidden, add=True, sums=sums)
         else:
             hidden.add_(norm(linear(x, self.aside)))
+            sums.parts = 0
 
 
 class _Packed:

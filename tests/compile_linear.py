@@ -15,14 +15,15 @@ from compile_kernels import compile_only
 
 from fastweights.ops import decode_kernels, linear
 
-# columns, inner numbers, what stands around
+# columns, inner numbers, what stands around; each without and with a norm's sums that are given or handed on
 LAYERS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "qkv": (2016, 576, dict(norm="rms")),
     "outer": (576, 576, dict(add=True)),
     "up": (1536, 576, dict(norm="rms", activation="silu", gated=True)),
     "down": (576, 1536, dict(add=True)),
-    "head": (49152, 576, dict(norm="rms", out=torch.float32)),
+    "head": (49152, 576, dict(norm="rms")),
     "centred": (2048, 768, dict(norm="layer", activation="gelu", biased=True)),
+    "centred outer": (768, 768, dict(biased=True, add=True, handed_on="layer")),
     "large": (8192, 2048, dict(norm="rms")),
 }
 COPY, DOT, WAIT = "ttg.async_copy_global_to_local", "ttng.warp_group_dot", "ttng.warp_group_dot_wait"
@@ -60,7 +61,7 @@ def check_pipeline(ir: str, stages: int) -> str:
     return f"{dots} products, {pending} pending, buffers {buffers}"
 
 
-def compile_layer(name: str, rows: int, dtype: torch.dtype) -> None:
+def compile_layer(name: str, rows: int, dtype: torch.dtype, passed: bool) -> None:
     n, k, around = LAYERS[name]
     kind, gated = around.get("norm"), around.get("gated", False)
     norm = linear.Norm(torch.ones(k), torch.ones(k) if kind == "layer" else None, 1e-5, kind == "layer")
@@ -68,24 +69,29 @@ def compile_layer(name: str, rows: int, dtype: torch.dtype) -> None:
     bias = torch.zeros(len(weight), dtype=dtype) if around.get("biased") else None
     activation = around.get("activation", "none")
     layer = linear.Linear(weight, bias, norm if kind else None, activation, gated, kernel=True, overlap=True)
+    sums = None
+    if passed:
+        centred = (around.get("handed_on") or kind) == "layer"
+        sums = linear.NormSums(rows, k if kind else n, centred, weight.device)
+        sums.parts = -(-k // 16)  # the most there can be
     compiler = Compiler(decode_kernels.linear_kernel)
     decode_kernels.linear_kernel = compiler  # type: ignore[assignment]
     try:
-        layer(
-            torch.zeros(rows, k, dtype=dtype), torch.zeros(rows, n, dtype=around.get("out", dtype)), around.get("add")
-        )
+        layer(torch.zeros(rows, k, dtype=dtype), torch.zeros(rows, n, dtype=dtype), around.get("add", False), sums)
     finally:
         decode_kernels.linear_kernel = compiler.kernel
     compiled, options = compiler.compiled, compiler.options
     tile = "x".join(str(options[x]) for x in ("ROWS", "COLUMNS", "BLOCK_K", "SPLIT", "num_warps", "num_stages"))
     found = check_pipeline(compiled.asm["ttgir"], options["num_stages"])
-    print(name, rows, str(dtype)[6:], tile, f"{compiled.metadata.shared} bytes,", found, flush=True)
+    variant = "given" if options["GIVEN"] else "handed on" if options["HANDS_ON"] != "none" else "alone"
+    print(name, variant, rows, str(dtype)[6:], tile, f"{compiled.metadata.shared} bytes,", found, flush=True)
 
 
 def main() -> None:
     for rows in map(int, sys.argv[1:] or ["2", "32", "256"]):
         for name in LAYERS:
-            compile_layer(name, rows, torch.bfloat16)
+            for passed in (False, True):
+                compile_layer(name, rows, torch.bfloat16, passed)
 
 
 if __name__ == "__main__":

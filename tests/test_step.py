@@ -23,6 +23,7 @@ from fastweights import ops
 from fastweights.ops.linear import Chip, Linear, Norm, tiles
 from fastweights.ops.step import Rotary, can_overlap, has_kernels, step, step_kernel, step_torch
 from fastweights.rules import RULES
+from fastweights.sampling import Chooser, Mode
 from fastweights.stepper import Stepper
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -157,10 +158,10 @@ LINEARS = [
 
 
 def layer_case(
-    case: tuple[Any, ...], rows: int, n: int, k: int, dtype: torch.dtype, way: str
+    case: tuple[Any, ...], rows: int, n: int, k: int, dtype: torch.dtype, way: str, x: Tensor | None = None
 ) -> tuple[Linear, Tensor, Tensor, Tensor]:
-    """A layer, its input (what lies before and behind is not a number), what is added to (or not a number), and what
-    should come of it."""
+    """A layer, its input (unless it is given, what lies before and behind is not a number), what is added to (or not a
+    number), and what should come of it."""
     activation, gated, norm_kind, has_bias, add = case
     device = DEVICE if way == "kernel" else "cpu"
     weight = numbers(n * (2 if gated else 1), k, seed=1, scale=k**-0.5).to(device, dtype)
@@ -168,7 +169,8 @@ def layer_case(
     norm_bias = numbers(k, seed=4).to(device, dtype) if norm_kind == "layer" else None
     norm_weight = (1 + 0.2 * numbers(k, seed=3)).to(device, dtype)
     norm = Norm(norm_weight, norm_bias, 1e-5, norm_kind == "layer") if norm_kind != "none" else None
-    x = F.pad(numbers(rows, k, seed=5) + 0.5, (0, 0, 1, 1), value=math.nan).to(device, dtype)[1:-1]
+    if x is None:
+        x = F.pad(numbers(rows, k, seed=5) + 0.5, (0, 0, 1, 1), value=math.nan).to(device, dtype)[1:-1]
     before = numbers(rows, n, seed=6).to(device, dtype)
     layer = Linear(weight, bias, norm, activation, gated, kernel=way == "kernel")
 
@@ -240,8 +242,9 @@ H100, L4 = Chip(132, 227 * 1024, warp_groups=True), Chip(58, 99 * 1024, warp_gro
 def test_tiles_are_what_tensor_cores_and_memory_allow(
     rows: int, columns: int, k: int, chip: Chip, dtype: torch.dtype
 ) -> None:
-    for gated, normed in ((False, False), (False, True), (True, True)):
-        tile, halves = tiles(rows, columns, k, gated, normed, dtype, chip), 2 if gated else 1
+    settings = [(False, False, False), *((gated, True, given) for gated in (False, True) for given in (False, True))]
+    for gated, normed, given in settings:
+        tile, halves = tiles(rows, columns, k, gated, normed, dtype, chip, given), 2 if gated else 1
         assert tile.warps in (4, 8)
         if rows == 1:
             assert tile.rows == 1 and tile.depth >= k
@@ -263,13 +266,17 @@ def test_tiles_are_what_tensor_cores_and_memory_allow(
 
 @needs_triton
 def test_tiles_are_those_that_were_the_fastest() -> None:
-    """Of an H200's measurements at the sizes of SmolLM2-135M (columns, inner numbers, gated, normed)."""
+    """Of an H200's measurements at the sizes of SmolLM2-135M (columns, inner numbers, gated, normed); a norm's sums are
+    computed with the products."""
     sizes = [(2016, 576, False, True), (576, 576, False, False), (1536, 576, True, True), (576, 1536, False, False)]
     sizes.append((49152, 576, False, True))
-    found = [tiles(32, *size, torch.bfloat16, H100)[:2] for size in sizes]
-    assert found == [(64, 32), (64, 16), (64, 32), (32, 32), (64, 128)]
+    fastest = {
+        32: [(64, 32), (64, 16), (64, 16), (32, 32), (64, 128)],
+        256: [(64, 64), (64, 32), (64, 64), (64, 32), (128, 256)],
+    }
+    for rows, expected in fastest.items():
+        assert [tiles(rows, *size, torch.bfloat16, H100)[:2] for size in sizes] == expected
     assert tiles(32, *sizes[3], torch.bfloat16, H100).split == 3
-    assert [tiles(256, *sizes[i], torch.bfloat16, H100)[:2] for i in (1, 3, 4)] == [(64, 64), (64, 64), (128, 256)]
 
 
 @needs_triton
@@ -280,7 +287,8 @@ def test_no_copy_can_overwrite_what_the_tensor_cores_read() -> None:
     done = subprocess.run([sys.executable, script, "32", "256"], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line for line in done.stdout.splitlines() if " bytes, " in line]
-    assert len(lines) == 14 and sum("pending" in line for line in lines) == 13
+    assert len(lines) == 32 and sum("pending" in line for line in lines) == 30
+    assert sum(" given " in line for line in lines) == 10 and sum(" handed on " in line for line in lines) == 6
 
 
 @pytest.mark.gpu
@@ -339,3 +347,25 @@ def test_a_kernel_stepper_is_the_model(family: str, batch: int, settings: dict[s
         for t in (4, 5):
             stepper.tokens.copy_(text[:, t])
             assert_close("logits", stepper.step().cpu(), model(text[:, : t + 1]).logits[:, -1].cpu(), 2e-5)
+
+
+@pytest.mark.parametrize("way", WAYS[1:])
+def test_logits_are_of_the_models_dtype(way: str) -> None:
+    """As the model's own are; what is drawn is computed in float32."""
+    model = fw.convert(pretrained("llama"), fw.FastWeightsConfig(m=6)).eval().to(DEVICE, torch.bfloat16)
+    stepper, text = Stepper(model, 3, kernels=True), tokens(3, 1).to(DEVICE)
+    stepper.tokens.copy_(text[:, 0])
+    with torch.no_grad():
+        logits, expected = stepper.step(), model(text).logits[:, -1]
+    assert logits.dtype == expected.dtype == torch.bfloat16
+    assert_close("logits", logits.cpu(), expected.cpu(), 3e-2)
+    sampling = fw.Sampling(temperature=1.5, top_k=9, top_p=0.8, repetition_penalty=1.5)
+    for mode in (Mode(False, False, False), Mode.of([sampling])):
+        chooser = Chooser(3, logits.shape[1], logits.device)
+        chooser.prepare(mode)
+        tokens_chosen = []
+        for scores in (logits, logits.float()):
+            for slot in range(3):
+                chooser.fill(slot, sampling, slot, text[slot])
+            tokens_chosen.append(chooser.choose(scores, stepper.positions, mode))
+        assert torch.equal(*tokens_chosen)

@@ -1,7 +1,7 @@
 """The Triton kernels of one decoding step: a linear layer with what stands around it, and a rule's step.
 
 Shapes: x [B,K]   weight [N,K]   bias, column [N] (gated: [N*2,K] and [N*2], each gate before what it gates)
-        residual, out [B,N]
+        residual, out [B,N]   norm_sums [parts,B], or [2,parts,B]: of squares, and of numbers
         state [B,S,d,m], or [B,S,d+1,m] with a normaliser   q [B,G*S,m]   k [B,S,m]   v [B,S,d]   gates [B,S,.]
         cos, sin [B,R]   planes [S,P]   scale [S,m]   y [B,G*S,d]
 
@@ -15,10 +15,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fastweights.ops.kernels.parts import FLOOR, product
+from fastweights.ops.kernels.parts import FLOOR, narrowed, product
 from fastweights.rules import normalizer
 
 SMALLEST_DIVISOR = tl.constexpr(normalizer.SMALLEST_DIVISOR)
+# Parts of a norm's sums that wait in registers while the products are made.
+PARTS_AT_ONCE = tl.constexpr(64)
 
 
 @triton.jit
@@ -88,6 +90,21 @@ def _normed(acc, mean, deviation, column, bias, at, inside, NORM: tl.constexpr, 
 
 
 @triton.jit
+def _read_parts(parts, row, rows, PARTS: tl.constexpr):
+    """Parts [ROWS,.] of each row's sum. Up to PARTS_AT_ONCE nothing is added here: that would wait for the loads."""
+    WIDTH: tl.constexpr = min(triton.next_power_of_2(PARTS), PARTS_AT_ONCE)
+    for start in tl.static_range(0, PARTS, WIDTH):
+        part = start + tl.arange(0, WIDTH)
+        inside = (row < rows)[:, None] & (part < PARTS)[None, :]
+        read = tl.load(parts + part[None, :] * rows + row[:, None], inside, 0.0)
+        if start == 0:
+            found = read
+        else:
+            found += read
+    return found
+
+
+@triton.jit
 def linear_kernel(
     x,
     weight,
@@ -97,6 +114,7 @@ def linear_kernel(
     out,
     sums,
     arrived,
+    norm_sums,
     rows,
     n,
     k,
@@ -106,6 +124,8 @@ def linear_kernel(
     BLOCK_K: tl.constexpr,
     SPLIT: tl.constexpr,
     NORM: tl.constexpr,
+    GIVEN: tl.constexpr,
+    HANDS_ON: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
@@ -118,7 +138,10 @@ def linear_kernel(
     """out = residual + activation(weight norm(x) + bias); the norm's own weight is part of `weight`. ROWS = 1: a
     product of one row with BLOCK_K >= k and without tensor cores, whose weights are on their way before the row is
     known. SPLIT programs share the inner dimension of a tile (without a norm), and the last one finishes it. Programs
-    of the same weights are neighbours, so that these are read once where they are more than the L2 cache holds."""
+    of the same weights are neighbours, so that these are read once where they are more than the L2 cache holds.
+
+    GIVEN: how many parts of a norm's sums over the rows of x there are; 0: they are computed here. HANDS_ON: the norm
+    ("rms", "layer") that such parts are left for, one by each tile of columns, of the numbers as they are stored."""
     HALVES: tl.constexpr = 2 if GATED else 1
     along = tl.program_id(1 if ROWS == 1 else 0)
     across = tl.program_id(0 if ROWS == 1 else 1)
@@ -126,6 +149,7 @@ def linear_kernel(
     col = across * COLUMNS + tl.arange(0, COLUMNS)
     i = tl.arange(0, BLOCK_K)
     at_out = row.to(tl.int64)[:, None] * n + col[None, :]
+    finished = rows
     inside_out = (row < rows)[:, None] & (col < n)[None, :]
     if ROWS == 1:
         inside = i < k
@@ -164,24 +188,29 @@ def linear_kernel(
         # tile that only they read; were it read in any other way too, the next load could overwrite what they still
         # read. So a norm's sums are products as well: squares are the diagonal of x x^T, sums are x times ones.
         TENSOR: tl.constexpr = PRECISION != "ieee"
+        SUMS: tl.constexpr = NORM if GIVEN == 0 else "none"
         sum_x = tl.zeros([ROWS, 16 if TENSOR else BLOCK_K], tl.float32)
         sum_xx = tl.zeros([ROWS, ROWS if TENSOR else BLOCK_K], tl.float32)
+        if GIVEN > 0:
+            sum_xx = _read_parts(norm_sums, row, rows, GIVEN)
+            if NORM == "layer":
+                sum_x = _read_parts(norm_sums + GIVEN * rows, row, rows, GIVEN)
         for start in range(begin, end, BLOCK_K):
             at = start + i
             values = tl.load(x + row[:, None] * k + at[None, :], (row < rows)[:, None] & (at < k)[None, :], 0.0)
-            if NORM != "none":
+            if SUMS != "none":
                 if TENSOR:
                     sum_xx += product(values, tl.trans(values), OPERAND, PRECISION)
                 else:
                     sum_xx += values.to(tl.float32) * values.to(tl.float32)
-            if NORM == "layer":
+            if SUMS == "layer":
                 if TENSOR:
                     sum_x += product(values, tl.full([BLOCK_K, 16], 1.0, values.dtype), OPERAND, PRECISION)
                 else:
                     sum_x += values.to(tl.float32)
             tile = there[None, :] & (at < k)[:, None]
             acc += product(values, tl.load(first[None, :] + at[:, None], tile, 0.0), OPERAND, PRECISION)
-        if TENSOR:
+        if TENSOR and SUMS != "none":
             j = tl.arange(0, ROWS)
             sum_xx = tl.where(j[:, None] == j[None, :], sum_xx, 0.0)
             sum_x *= 1 / 16
@@ -190,7 +219,8 @@ def linear_kernel(
         if SPLIT > 1:
             slot = across * tl.num_programs(0) + along
             acc, last = _gather(acc, sums, arrived, slot, tl.program_id(2), SPLIT)
-            inside_out = inside_out & (row < tl.where(last, rows, 0))[:, None]
+            finished = tl.where(last, rows, 0)
+            inside_out = inside_out & (row < finished)[:, None]
     mean = total / k
     deviation = squares / k
     if NORM == "layer":
@@ -210,7 +240,14 @@ def linear_kernel(
         if ROWS == 1:
             before = tl.load(residual + at_out, inside_out, 0.0)
         acc += before.to(tl.float32)
+    acc = narrowed(acc, out.dtype.element_ty)
     tl.store(out + at_out, acc, inside_out)
+    if HANDS_ON != "none":
+        stored = tl.where(inside_out, acc.to(tl.float32), 0.0)
+        own_part = norm_sums + across * rows + row
+        tl.store(own_part, tl.sum(stored * stored, 1), row < finished)
+        if HANDS_ON == "layer":
+            tl.store(own_part + tl.num_programs(1) * rows, tl.sum(stored, 1), row < finished)
 
 
 @triton.jit

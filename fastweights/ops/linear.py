@@ -30,6 +30,8 @@ ROW_TILE, ROW_WARPS = 8192, 4
 PIPELINE, PIPELINE_SHARE = 512, 0.96
 # A sum is shared by programs for so many rows, in tiles of so many columns, from so many numbers each.
 SPLIT_ROWS, SPLIT_COLUMNS, SPLIT_DEPTH = 32, 32, 512
+# Rows and columns that a tensor core multiplies at least.
+SMALLEST_TILE = 16
 
 
 class Tile(NamedTuple):
@@ -57,6 +59,17 @@ class Scratch:
         programs = multiprocessors(device)
         self.sums = torch.empty(programs * SPLIT_ROWS * SPLIT_COLUMNS, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(programs, dtype=torch.int32, device=device)
+
+
+class NormSums:
+    """What a norm takes of each of the rows that one linear writes and the next one reads: sums of squares, and of
+    numbers if it is `centred`, in as many parts as the writer had tiles of columns. No parts: the reader computes them.
+    Whoever else writes the rows must say so by parts = 0."""
+
+    def __init__(self, rows: int, columns: int, centred: bool, device: torch.device) -> None:
+        most = -(-columns // SMALLEST_TILE)
+        self.values = torch.empty((2 if centred else 1) * most * rows, dtype=torch.float32, device=device)
+        self.parts, self.centred = 0, centred
 
 
 @dataclass(frozen=True)
@@ -113,10 +126,11 @@ class Linear:
         if norm.centred:
             self.column = self.weight.float().sum(1)
 
-    def __call__(self, x: Tensor, out: Tensor, add: bool = False) -> Tensor:
-        """Into `out`, or added to what is there. Torch's activations are somewhere else: take what is returned."""
+    def __call__(self, x: Tensor, out: Tensor, add: bool = False, sums: NormSums | None = None) -> Tensor:
+        """Into `out`, or added to what is there. Torch's activations are somewhere else: take what is returned.
+        `sums`: of x for a layer with a norm, which takes them; of `out` for one without, which leaves them."""
         if self.kernel:
-            self._run_kernel(x, out, add)
+            self._run_kernel(x, out, add, sums)
             return out
         x = x if self.norm is None else self.norm(x)
         if add:
@@ -134,16 +148,22 @@ class Linear:
             return torch.mm(x, self.transposed, out=out)
         return torch.addmm(self.bias, x, self.transposed, out=out)
 
-    def _run_kernel(self, x: Tensor, out: Tensor, add: bool) -> None:
+    def _run_kernel(self, x: Tensor, out: Tensor, add: bool, sums: NormSums | None) -> None:
         from triton import cdiv
 
         from fastweights.ops.decode_kernels import linear_kernel
 
         rows, k = x.shape
         chip = Chip(multiprocessors(x.device), shared_bytes(x.device), has_warp_groups(x.device))
-        tile = tiles(rows, self.columns, k, self.gated, self.norm is not None, self.weight.dtype, chip)
+        given = self._parts_given(sums)
+        tile = tiles(rows, self.columns, k, self.gated, self.norm is not None, self.weight.dtype, chip, given > 0)
         norm = "none" if self.norm is None else "layer" if self.norm.centred else "rms"
         grid = cdiv(rows, tile.rows), cdiv(self.columns, tile.columns), tile.split
+        hands_on = "none"
+        if sums is not None and self.norm is None:
+            sums.parts = 0 if rows == 1 else grid[1]  # the reader of one row has them for nothing
+            if sums.parts:
+                hands_on = "layer" if sums.centred else "rms"
         with torch.cuda.device_of(x):
             linear_kernel[(grid[1],) if rows == 1 else grid](
                 x,
@@ -154,6 +174,7 @@ class Linear:
                 out,
                 self.scratch.sums,
                 self.scratch.arrived,
+                self.scratch.sums if sums is None else sums.values,
                 rows,
                 self.columns,
                 k,
@@ -163,6 +184,8 @@ class Linear:
                 BLOCK_K=tile.depth,
                 SPLIT=tile.split,
                 NORM=norm,
+                GIVEN=given,
+                HANDS_ON=hands_on,
                 ACTIVATION=self.activation,
                 GATED=self.gated,
                 BIAS=self.bias is not None,
@@ -177,6 +200,11 @@ class Linear:
                 **launch_options(self.overlap),
             )
 
+    def _parts_given(self, sums: NormSums | None) -> int:
+        if sums is None or self.norm is None or (self.norm.centred and not sums.centred):
+            return 0
+        return sums.parts
+
 
 def _operand(dtype: torch.dtype) -> object:
     """What goes into the tensor cores. Not float16: a number that still waits for its norm may be too large for it."""
@@ -186,8 +214,18 @@ def _operand(dtype: torch.dtype) -> object:
 
 
 @cache
-def tiles(rows: int, columns: int, k: int, gated: bool, normed: bool, dtype: torch.dtype, chip: Chip) -> Tile:
-    """One row: as many columns as keep a tile of whole rows of weights small. Several: the tile of the least cost.
+def tiles(
+    rows: int,
+    columns: int,
+    k: int,
+    gated: bool,
+    normed: bool,
+    dtype: torch.dtype,
+    chip: Chip,
+    sums_given: bool = False,
+) -> Tile:
+    """One row: as many columns as keep a tile of whole rows of weights small. Several: the tile of the least cost, with
+    the products for a norm's sums unless these are given.
 
     Measured on an H200: the busiest multiprocessor's loads, or products where these take longer, plus all programs'
     loads from the L2 cache, which is as fast as 0.6 of the multiprocessors. Warp groups are worth tiles of 64 rows from
@@ -202,6 +240,7 @@ def tiles(rows: int, columns: int, k: int, gated: bool, normed: bool, dtype: tor
             column_tile //= 2
         return Tile(1, column_tile, block_k, ROW_WARPS * max(1, min(2, block_k // ROW_TILE)), 4)
 
+    summed = normed and not sums_given
     tensor_cores = dtype != torch.float32
     grouped = dtype == torch.bfloat16 and chip.warp_groups and rows > 16
     # float16 is there once more as float32
@@ -218,19 +257,19 @@ def tiles(rows: int, columns: int, k: int, gated: bool, normed: bool, dtype: tor
     for row_tile in (64, 128) if grouped else (16, 32, 64, 128):
         for wide in (16, 32, 64, 128, 256):
             column_tile = wide // halves
-            if row_tile >= 2 * max(rows, 64 if grouped else 16) or column_tile < 16:
+            if row_tile >= 2 * max(rows, 64 if grouped else 16) or column_tile < SMALLEST_TILE:
                 continue
             if wide == 256 and not (grouped and row_tile == 128):
                 continue
             programs = cdiv(rows, row_tile) * cdiv(columns, column_tile)
             turns = cdiv(programs, chip.processors)
-            depths = (64,) if normed else (128, 64)
+            depths = (64,) if summed else (128, 64)
             # two: this kernel's and the next one's
             pipeline = _pipeline((row_tile + wide) * itemsize, min(3, 1 + turns), depths, chip)
             if pipeline is None:
                 continue
             loads = min(row_tile, rows) + wide
-            work = row_tile * (wide + (row_tile if normed and tensor_cores else 0)) / (64 if tensor_cores else 4)
+            work = row_tile * (wide + (row_tile if summed and tensor_cores else 0)) / (64 if tensor_cores else 4)
             cost = turns * max(loads, work) + programs / (0.6 * chip.processors) * loads
             if best is None or cost < best[0]:
                 warps = 8 if row_tile * wide > 64 * 128 else 4
