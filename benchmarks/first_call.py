@@ -1,4 +1,5 @@
-"""How long the first forward + backward of decay takes beyond a second one, in this new process; prints JSON.
+"""How long the first forward + backward of decay takes beyond a second one, in this new process, and how many kernels
+it compiles; prints JSON.
 
 TRITON_CACHE_DIR=EMPTY_FOLDER python benchmarks/first_call.py cuda triton
 """
@@ -31,12 +32,19 @@ def seconds_of_a_call(m: int, d: int, device: str, backend: str) -> float:
 
 def main() -> None:
     device, backend = sys.argv[1:]
+    compiled: list[str] = []
+    if backend == "triton":
+        import triton
+
+        triton.knobs.compilation.listener = lambda src, **_: compiled.append(src.name)
     warm = torch.ones(8, 8, device=device, requires_grad=True)
     (warm @ warm).sum().backward()
     found = {}
     for name, (m, d) in CASES.items():
+        compiled.clear()
         first, second = (seconds_of_a_call(m, d, device, backend) for _ in range(2))
         found[name] = {"first seconds": first, "second seconds": second, "waited seconds": first - second}
+        found[name]["kernels"] = len(compiled)
     print(json.dumps(found))
 
 

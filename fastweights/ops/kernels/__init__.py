@@ -101,7 +101,7 @@ def _(name, q, k, v, gates, flags, state, keep, wide):
     end = v.new_empty(shape.batch, shape.heads, shape.d, shape.m, dtype=torch.float32)
     dtypes = (plan.state_dtype, torch.float32, torch.float32)
     saved = [v.new_empty(size, dtype=dtype) for size, dtype in zip(plan.saved_shapes(keep), dtypes, strict=True)]
-    return torch.empty_like(v, dtype=torch.float32 if wide else v.dtype), end, *saved
+    return v.new_empty(v.shape, dtype=torch.float32 if wide else v.dtype), end, *saved
 
 
 @torch.library.custom_op("fastweights::rule_backward", mutates_args=())
@@ -121,7 +121,7 @@ def rule_backward_op(
 
 @rule_backward_op.register_fake
 def _(name, q, k, v, gates, flags, saved, dy, dend):
-    return [torch.empty_like(x) for x in (q, k, v, dend, *gates)]
+    return [x.new_empty(x.shape) for x in (q, k, v, dend, *gates)]
 
 
 def _setup(ctx, inputs, output):

@@ -7,6 +7,7 @@ Shapes: q, k [B,T,H,m]   v, y [B,T,H,d]   gates f [B,T,H,m], z [B,T,H,d], g [B,T
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from fastweights.ops.device import multiprocessors
 from fastweights.ops.kernels import tiled, wy
 from fastweights.ops.kernels.blocks import SCAN_BLOCK, SEGMENT_TILE, TILE, blocks_for
+from fastweights.ops.kernels.compile import collected, compile_together, launches_of
 
 OPERANDS = {
     torch.bfloat16: (tl.bfloat16, "tf32"),
@@ -54,6 +56,7 @@ class Plan:
 
     def __init__(self, shape: Shape) -> None:
         self.shape, self.rule = shape, shape.rule
+        self.compiled: set[bool] = set()  # with and without a backward pass
         self.rows = shape.batch * shape.heads
         self.blocks = blocks_for(shape.rule, shape.m, shape.d, shape.dtype)
         self.tiles = triton.cdiv(shape.length, TILE)
@@ -114,10 +117,14 @@ _compiled: dict[tuple, Any] = {}
 def run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], **options: Any) -> None:
     """Launch a kernel: `args`, then what it is specialised for. Triton looks a compiled kernel up by everything it is
     given, for longer than a small one runs; one that was launched before with the like is found here instead."""
+    launches = collected.get()
+    if launches is not None:
+        launches.append((kernel, grid, args, options))
+        return
     kinds = tuple(x.dtype if isinstance(x, Tensor) else x < 2**31 for x in args)
     key = (kernel, args[0].device, kinds, *options.items())
     compiled = _compiled.get(key)
-    aligned = all(x.data_ptr() % 16 == 0 for x in args if isinstance(x, Tensor))  # it may have been compiled for that
+    aligned = _aligned(*args)  # it may have been compiled for that
     with torch.cuda.device_of(args[0]):
         if compiled is not None and aligned:
             compiled[(*grid, 1, 1)[:3]](*args, *(options[name] for name in kernel.arg_names[len(args) :]))
@@ -125,6 +132,10 @@ def run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], **options: An
         compiled = kernel[grid](*args, **options)
     if compiled is not None and aligned:  # the interpreter compiles nothing
         _compiled[key] = compiled
+
+
+def _aligned(*args: Any) -> bool:
+    return all(x.data_ptr() % 16 == 0 for x in args if isinstance(x, Tensor))
 
 
 def forward(
@@ -139,9 +150,13 @@ def forward(
     wide: bool = False,
 ) -> tuple[Tensor, ...]:
     """y (wide: in float32), the state at the end, and (keep) tile_states, inverses and through."""
+    if keep not in plan.compiled and _can_compile(v.device):
+        plan.compiled.add(keep)
+        if _aligned(q, k, v, *gates, flags, state):  # the stand-ins are
+            _compile_ahead(plan, q, k, v, gates, flags, state, keep, wide)
     shape = plan.shape
     float32: dict[str, Any] = {"dtype": torch.float32, "device": v.device}
-    y = torch.empty_like(v, dtype=torch.float32 if wide else v.dtype)
+    y = v.new_empty(v.shape, dtype=torch.float32 if wide else v.dtype)
     end = torch.empty(shape.batch, shape.heads, shape.d, shape.m, **float32)
     kept, solved, through = plan.saved_shapes(keep)
     tile_states = torch.empty(kept, dtype=plan.state_dtype, device=v.device)
@@ -179,14 +194,14 @@ def backward(
 ) -> list[Tensor]:
     """Gradients of q, k, v, the state at the start and the gates."""
     tile_states, inverses, through = saved
-    dv, dstart = torch.empty_like(v), torch.empty_like(dend)
+    dv, dstart = v.new_empty(v.shape), dend.new_empty(dend.shape)
     # Where d is cut into slices each makes its share of what they have in common.
     common = [q, k, *gates[:1]]
     dq, dk, *dgates = [
-        torch.empty_like(x) if plan.slices == 1 else x.new_empty(plan.slices, *x.shape, dtype=torch.float32)
+        x.new_empty(x.shape) if plan.slices == 1 else x.new_empty(plan.slices, *x.shape, dtype=torch.float32)
         for x in common
     ]
-    dgates += [torch.empty_like(x) for x in gates[1:]]
+    dgates += [x.new_empty(x.shape) for x in gates[1:]]
     grid, sizes = (plan.rows * plan.slices, plan.back_parts), (*plan.sizes(plan.back_segment), q.numel())
     options: dict[str, Any] = {**plan.kinds, **plan.blocks.backward.options, "TILE": TILE}
     dends = dend
@@ -204,10 +219,42 @@ def backward(
         inputs = (q, k, v, *_there(q, *_pair(gates), flags), tile_states, dy)
         outputs = (dq, dk, dv, *_there(q, *_pair(dgates)), dstart)
         run(tiled.backward, grid, (*inputs, dends, *outputs, *sizes), **options)
-    if plan.slices > 1:
+    if plan.slices > 1 and not dq.is_meta:  # torch would load more for a stand-in's sum than compiling it takes
         dq, dk, *first = [x.sum(0).to(like.dtype) for x, like in zip([dq, dk, *dgates[:1]], common, strict=True)]
         dgates[:1] = first
     return [dq, dk, dv, dstart, *dgates]
+
+
+def _can_compile(device: torch.device) -> bool:
+    """Not while a graph is captured: a kernel that another thread loads would end that."""
+    return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+
+
+def _compile_ahead(
+    plan: Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: list[Tensor],
+    flags: Tensor | None,
+    state: Tensor | None,
+    keep: bool,
+    wide: bool,
+) -> None:
+    """Compile what this call launches, and (keep) its backward pass: on stand-ins without memory, through the very code
+    that launches, so that Triton finds the kernels by the like arguments."""
+
+    def stand_in(x: Any) -> Any:
+        return None if x is None else torch.empty_like(x, device="meta")
+
+    def both() -> None:
+        inputs = (stand_in(q), stand_in(k), stand_in(v), [stand_in(x) for x in gates], stand_in(flags))
+        y, end, *saved = forward(plan, *inputs, stand_in(state), keep, wide)
+        if keep:
+            backward(plan, *inputs, saved, y, end)  # gradients are like what they are of
+
+    with contextlib.suppress(Exception):  # the launch itself raises it again
+        compile_together(launches_of(both), plan.shape.device)
 
 
 def _pair(gates: list[Tensor]) -> list[Tensor | None]:
@@ -221,7 +268,7 @@ def _there(anything: Tensor, *tensors: Tensor | None) -> list[Tensor]:
 
 
 def _start(like: Tensor, state: Tensor | None) -> Tensor:
-    return torch.zeros_like(like) if state is None else state
+    return like.new_zeros(like.shape) if state is None else state
 
 
 def _segments(
@@ -237,7 +284,7 @@ def _segments(
 ) -> Tensor:
     """States at the segments' starts (back: gradients at their ends), [B*H,parts,d,m]."""
     sums = torch.empty(plan.rows, parts, plan.shape.d, plan.shape.m, dtype=torch.float32, device=a.device)
-    kepts, states = torch.empty_like(sums), torch.empty_like(sums)
+    kepts, states = sums.new_empty(sums.shape), sums.new_empty(sums.shape)
     arguments = (a, b, *_there(a, *_pair(gates), flags), sums, kepts, *plan.sizes(segment))
     options = {**plan.kinds, "BACK": back, "TILE": SEGMENT_TILE, **plan.blocks.segments.options}
     run(tiled.segment_sums, (plan.rows * plan.slices, parts - 1), arguments, **options)
