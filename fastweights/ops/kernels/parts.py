@@ -102,6 +102,12 @@ def log2_gate(logit, quiet, OPERAND: tl.constexpr):
 
 
 @triton.jit
+def sum_of_tokens(log, OPERAND: tl.constexpr):
+    """Sums [W] of a tile [TILE,W] over its tokens: as a product, whose rows are all alike."""
+    return tl.max(exact_product(tl.full([16, log.shape[0]], 1.0, tl.float32), log, OPERAND), 0)
+
+
+@triton.jit
 def running_products(log, OPERAND: tl.constexpr, TILE: tl.constexpr):
     """Running products [TILE,W] of a tile's gates, divided by the root of their product so that they stay within e^80,
     their inverses, and that root [W]. Sums over time are products with a constant matrix, which on this

@@ -28,6 +28,7 @@ from fastweights.ops.kernels.parts import (
     read_flags,
     rounded,
     running_products,
+    sum_of_tokens,
     write,
 )
 
@@ -231,7 +232,8 @@ def segment_sums(
     part, parts, i = tl.program_id(1), tl.num_programs(1) + 1, tl.arange(0, TILE)
     part = part + 1 if BACK else part
     S = tl.zeros([BD, BM], tl.float32)
-    whole = tl.zeros([BD, BM], tl.float32)
+    f_whole, z_whole = tl.zeros([BM], tl.float32), tl.zeros([BD], tl.float32)
+    through = 1.0
     others = (below(TILE, 0) if BACK else tl.trans(below(TILE, 1))).to(tl.float32)
     stop = tl.minimum(length, (part + 1) * segment)
     count = tl.cdiv(stop - part * segment, TILE)
@@ -240,7 +242,7 @@ def segment_sums(
         here, there = (row + begin) * heads + head % heads, begin + i < stop
         real, reset, quiet = read_flags(flags + row + begin, i, there, FLAGS)
         at, bt = read(a + here * m, i, real, heads, mi, m), read(b + here * d, i, real, heads, di, d)
-        log_kept = tl.zeros([BD, BM], tl.float32)
+        f_kept, z_kept = tl.zeros([BM], tl.float32), tl.zeros([BD], tl.float32)
         if F_WIDTH > 0:
             columns, width = (mi, m) if F_WIDTH > 1 else (tl.arange(0, 1), 1)
             log, closed, _ = log2_gate(read(f + here * width, i, real, heads, columns, width), quiet, OPERAND)
@@ -249,22 +251,23 @@ def segment_sums(
             if SHARE and not BACK:
                 at = at * closed
             at = at * tl.exp2(exact_product(others, log, OPERAND))
-            log_kept += exact_product(tl.full([BD, TILE], 1.0, tl.float32), log, OPERAND)
+            f_kept = sum_of_tokens(log, OPERAND)
         if Z:
             log, _, _ = log2_gate(read(z + here * d, i, real, heads, di, d), quiet, OPERAND)
             bt = bt * tl.exp2(exact_product(others, log, OPERAND))
-            log_kept += tl.trans(exact_product(tl.full([BM, TILE], 1.0, tl.float32), log, OPERAND))
-        kept = tl.exp2(log_kept)
+            z_kept = sum_of_tokens(log, OPERAND)
+        kept = tl.exp2(z_kept)[:, None] * tl.exp2(f_kept)[None, :]
         if FLAGS:
             document, last = document_masks(reset, TILE)
             at = tl.where((document == (0 if BACK else last))[:, None], at, 0.0)
-            log_kept = tl.where(last == 0, log_kept, -float("inf"))
             kept = tl.where(last == 0, kept, 0.0)
-        whole += log_kept
+            through = tl.where(last == 0, through, 0.0)
+        f_whole += f_kept
+        z_whole += z_kept
         S = S * kept + product(tl.trans(bt), at, OPERAND, PRECISION)
     cells += (head * parts + part).to(tl.int64) * d * m
     tl.store(sums + cells, S, mask=inside)
-    tl.store(kepts + cells, tl.exp2(whole), mask=inside)
+    tl.store(kepts + cells, through * tl.exp2(z_whole)[:, None] * tl.exp2(f_whole)[None, :], mask=inside)
 
 
 @triton.jit(do_not_specialize=SIZES)
