@@ -69,6 +69,17 @@ def test_recall_and_tasks_have_the_numbers_of_the_result(tmp_path: Path) -> None
     assert scores["wikitext", "gpt2-decay"]["score"] == "33.2"
 
 
+def test_tasks_have_an_average(tmp_path: Path) -> None:
+    """Of those that all models have, by their normalised share where there is one."""
+    assert "mean of" not in report(tmp_path, ALL)[0]
+    changed = copy.deepcopy(EVALUATION)
+    for model, share in zip(changed["models"], (0.5, 0.3), strict=True):
+        model["tasks"] = {"b": {"acc": 0.9, "acc_norm": share}, "a": {"acc": 0.1}, "c": {"f1": 0.9}}
+    changed["models"][1]["tasks"]["d"] = {"acc": 0.9}
+    rows = table(report(tmp_path, {"eval": changed})[0], "mean of a, b")
+    assert [(row["mean of a, b"], row["of the base's"]) for row in rows] == [("30.0 %", "–"), ("20.0 %", "66.7 %")]
+
+
 def test_cost_has_the_numbers_of_the_result(tmp_path: Path) -> None:
     markdown, _ = report(tmp_path, ALL)
     cost = section(markdown, "Cost of one more token")

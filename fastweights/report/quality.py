@@ -197,7 +197,33 @@ def task_tables(models: Sequence[Entry]) -> list[Table]:
         if "_stderr" not in metric
     ]
     header = ["task", "measure", "model", "score", "difference to the base"]
-    return table("tasks", header, sorted(rows, key=lambda row: (row[0], row[1])), measured, names=3)
+    tasks = table("tasks", header, sorted(rows, key=lambda row: (row[0], row[1])), measured, names=3)
+    return [*tasks, *_average_tables(measured)]
+
+
+def _average_tables(measured: Sequence[Entry]) -> list[Table]:
+    """Of the tasks with a share of right answers that all models have, several at least."""
+    found = {model.label: _shares(model) for model in measured}
+    shared = sorted(set.intersection(*map(set, found.values()))) if found else []
+    if len(shared) < 2:
+        return []
+    means = {label: sum(shares[task] for task in shared) / len(shared) for label, shares in found.items()}
+    rows = []
+    for model in measured:
+        base, mean = base_of(model, measured), means[model.label]
+        rows.append([model.label, percent_text(mean), percent_text(ratio(mean, means[base.label]) if base else None)])
+    header = ["model", f"mean of {', '.join(shared)}", "of the base's"]
+    return table("task average", header, rows, measured, names=1)
+
+
+def _shares(model: Entry) -> dict[str, float]:
+    """Of each task, of right answers: normalised by their length where that was measured."""
+    values = {
+        task: next((value for name in ("acc_norm", "acc") if (value := finite(metrics.get(name))) is not None), None)
+        for task, metrics in model.body["tasks"].items()
+        if isinstance(metrics, dict)
+    }
+    return {task: value for task, value in values.items() if value is not None}
 
 
 def _score_cells(metrics: dict[str, Any], base: dict[str, Any], metric: str) -> list[str]:
