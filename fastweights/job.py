@@ -29,9 +29,10 @@ from fastweights.convert import convert, load, load_tokenizer, save
 from fastweights.display import Display
 from fastweights.evaluate import EvaluationError, perplexity
 from fastweights.grid import GridError, Variant
+from fastweights.models import autocast
 from fastweights.provenance import write_result
 from fastweights.recipe import Recipe
-from fastweights.run import VALIDATION_BATCH_TOKENS, autocast
+from fastweights.run import VALIDATION_BATCH_TOKENS
 from fastweights.sources import read_text
 from fastweights.train import Diverged, Interrupted, Task, resume, train
 
@@ -253,7 +254,7 @@ def _test(job: Job, result: dict[str, Any]) -> list[dict[str, Any]]:
     }
     try:
         for name, source in job.setup.tests.items():
-            with autocast(recipe, torch.device(device).type):
+            with autocast(model.device, recipe.precision):
                 measured = perplexity(model, tokenizer, read_text(source), **windows)
             found.append({"data": name} | measured.to_dict())
     except EvaluationError as error:

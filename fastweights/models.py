@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -234,6 +234,15 @@ def evaluating(*models: Any) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+def is_low_precision(device: torch.device, precision: str) -> bool:
+    return precision == "bfloat16" or (precision == "auto" and device.type == "cuda")
+
+
+def autocast(device: torch.device, precision: str = "auto") -> Any:
+    """The arithmetic of a model whose weights are in float32, by a recipe's `precision`."""
+    return torch.autocast(device.type, torch.bfloat16) if is_low_precision(device, precision) else nullcontext()
 
 
 def position_limit(model: Any) -> int | None:

@@ -10,7 +10,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from fastweights.families import family_of
 from fastweights.head import Aim, head_loss, head_of
 from fastweights.layer import FastWeightsAttention
 from fastweights.losses import Batch, converted_layers, fit_outputs, hidden_of, next_tokens
-from fastweights.models import CheckpointError, FastWeightsMixin, evaluating
+from fastweights.models import CheckpointError, FastWeightsMixin, autocast, evaluating
 
 __all__ = ["RankingError", "hybrid_from", "rank_layers", "restored"]
 
@@ -104,11 +104,11 @@ def _divergences(
     sums, count = [0.0] * len(choices), 0
     for batch in batches:
         batch = _on_device(batch, student.device)
-        with _autocast(student.device):
+        with autocast(student.device):
             taught = hidden_of(teacher, batch)
         count += int((next_tokens(batch) != IGNORED).sum())
         for number, layers in enumerate(choices):
-            with restored(student, teacher, layers), _autocast(student.device):
+            with restored(student, teacher, layers), autocast(student.device):
                 sums[number] += _divergence(student, teacher, batch, taught)
             if not math.isfinite(sums[number]):
                 raise RankingError(
@@ -135,10 +135,6 @@ def _on_device(batch: Batch, device: torch.device) -> Batch:
     return {name: x.to(device) for name, x in batch.items()}
 
 
-def _autocast(device: torch.device) -> Any:
-    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
-
-
 @contextmanager
 def _fitted(student: Any, teacher: Any, batches: Sequence[Batch]) -> Iterator[None]:
     """Meanwhile the output projections are those that fit the teacher's attention on the first of the batches."""
@@ -147,7 +143,7 @@ def _fitted(student: Any, teacher: Any, batches: Sequence[Batch]) -> Iterator[No
     try:
         if batches:
             needed = math.ceil(FIT_TOKENS / batches[0]["input_ids"].numel())
-            with _autocast(student.device):
+            with autocast(student.device):
                 fit_outputs(student, teacher, (_on_device(b, student.device) for b in batches[:needed]), "full")
         yield
     finally:

@@ -11,7 +11,7 @@ import signal
 import time
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from fastweights.display import Display
 from fastweights.families import family_of
 from fastweights.head import CHUNK_SHARE
 from fastweights.losses import Batch, next_token_loss
-from fastweights.models import CheckpointError, FastWeightsMixin, position_limit
+from fastweights.models import CheckpointError, FastWeightsMixin, autocast, is_low_precision, position_limit
 from fastweights.optimize import parameter_groups
 from fastweights.recipe import Recipe, Stage, Stopped
 
@@ -82,15 +82,6 @@ class Task:
         return cls(**values | {"recipe": Recipe.from_dict(values["recipe"])})
 
 
-def is_low_precision(recipe: Recipe, device: str) -> bool:
-    return recipe.precision == "bfloat16" or (recipe.precision == "auto" and device == "cuda")
-
-
-def autocast(recipe: Recipe, device: str) -> Any:
-    """The arithmetic of a recipe's models."""
-    return torch.autocast(device, torch.bfloat16) if is_low_precision(recipe, device) else nullcontext()
-
-
 class Run:
     """A task in its folder: what all of its stages share."""
 
@@ -101,7 +92,7 @@ class Run:
         self.world, self.rank = self.accelerator.num_processes, self.accelerator.process_index
         self.display.enabled = display.enabled and self.main
         self.stop_signal = 0
-        self.low_precision = is_low_precision(task.recipe, self.device.type)
+        self.low_precision = is_low_precision(self.device, task.recipe.precision)
         self.tokenizer = load_tokenizer(saved.linked(folder, saved.LAST) or task.model)
         self.progress = self._last_progress()
         with self.writing(folder / saved.LOG):
@@ -263,7 +254,7 @@ class Run:
         return {name: rows.to(self.device, non_blocking=True) for name, rows in batch.items()}
 
     def autocast(self) -> Any:
-        return autocast(self.recipe, self.device.type)
+        return autocast(self.device, self.recipe.precision)
 
     def write_line(self, line: dict[str, Any]) -> None:
         """A line of the log, here and in the tracker."""

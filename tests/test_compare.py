@@ -6,11 +6,13 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
 import yaml
 from helpers import error_of, run, succeed
 from training import (
@@ -117,6 +119,19 @@ def test_a_run_is_what_convert_train_and_eval_make(files: Files, compared: tuple
     text = files.validation.read_text().replace("\n<|endoftext|>\n", "\n\n")
     measured = perplexity(load(best), load_tokenizer(best), text, length=32, progress=False)
     assert result["tests"] == [{"data": "validation.txt"} | measured.to_dict()]
+
+
+def test_tests_are_read_in_the_precision_of_the_recipe(files: Files, tmp_path: Path) -> None:
+    recipe = make_recipe((FINETUNE[0] | {"tokens": STEP},), precision="bfloat16")
+    grid = write_grid(tmp_path, {"one": {"rule": "decay"}}, recipe)
+    succeed(*typed(files, grid, tmp_path, "--test", files.validation, "--keep"))
+    best, text = tmp_path / "runs/one/training/best", files.validation.read_text().replace("\n<|endoftext|>\n", "\n\n")
+    found = []
+    for arithmetic in (torch.autocast("cpu", torch.bfloat16), nullcontext()):
+        with arithmetic:
+            found.append(perplexity(load(best), load_tokenizer(best), text, length=32, progress=False).to_dict())
+    assert found[0]["token"] != found[1]["token"]
+    assert result_of(tmp_path, "one")["tests"] == [{"data": "validation.txt"} | found[0]]
 
 
 def test_models_of_finished_runs_are_deleted(files: Files, compared: tuple[Any, ...]) -> None:

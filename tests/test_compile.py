@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +11,13 @@ import torch
 from relative_error import assert_close
 from test_losses import packed
 from tiny import pretrained
+from training import STEP, make_recipe, make_task, train_in, training_files
 
 import fastweights as fw
 from fastweights.losses import Trainee, listen
 from fastweights.optimize import compile_blocks, leave_uncompiled
 from fastweights.recipe import Stage
+from fastweights.run import Run
 
 # the compiler looks at gradients of tensors that have none
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -60,3 +63,19 @@ def test_a_teacher_is_heard_after_a_stage_that_compiled_it() -> None:
     gradients(student, teacher, STAGES["distill"])
     leave_uncompiled(teacher)
     assert sorted(listen(teacher, packed()[0])) == [0, 1]
+
+
+def test_nothing_is_compiled_to_validate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Any] = []
+
+    def compiler(graph: Any, _: Any) -> Any:
+        compiled.append(graph)
+        return graph
+
+    twice = torch.compile(lambda x: 2 * x, backend=compiler)
+    monkeypatch.setattr(Run, "validation_loss", lambda run, score: float(twice(torch.ones(()))))
+    with training_files(tmp_path) as files:
+        recipe = make_recipe(({"loss": "finetune", "tokens": STEP},))
+        result = train_in(tmp_path / "run", make_task(files, recipe))
+    assert result["validation"][0]["loss"] == 2 and not compiled
+    assert twice(torch.ones(())) == 2 and len(compiled) == 1

@@ -194,7 +194,7 @@ def test_fitting_comes_first_and_is_taken_back() -> None:
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2", "opt"])
 def test_in_low_precision_too_all_layers_restored_are_the_base(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU."""
-    monkeypatch.setattr(ranking, "_autocast", lambda device: torch.autocast(device.type, torch.bfloat16))
+    monkeypatch.setattr(ranking, "autocast", lambda device: torch.autocast(device.type, torch.bfloat16))
     student, teacher = converted(pretrained(family)), pretrained(family)
     found = rank_layers(student, teacher, inputs(), keep=2, fit=True, **QUIET)
     assert found["kl"] > 0.01 and found["kl_after"][-1] == 0.0

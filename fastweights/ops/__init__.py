@@ -124,7 +124,7 @@ def apply(
 ) -> tuple[Tensor, Tensor]:
     """Run the rule called `name`; y comes back in v's dtype, the state in float32 or float64."""
     _check(name, q, k, v, gate_logits, state, normalize, mask, reset)
-    backend = _choose(name, _override[-1] if _override else backend, q, k, v)
+    backend = _choose(_override[-1] if _override else backend, q, k, v)
     dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
     inputs, run = [q, k, v, *gate_logits], BACKENDS[backend]
     if backend != "triton":  # the kernels read what they get and round inside
@@ -151,7 +151,7 @@ def _run(name, run, normalize, inputs, state, mask, reset) -> tuple[Tensor, Tens
     return divide(y.to(values.dtype), divisor.to(values.dtype)), join_state(values, total)
 
 
-def _choose(name: str, backend: str, q: Tensor, k: Tensor, v: Tensor) -> str:
+def _choose(backend: str, q: Tensor, k: Tensor, v: Tensor) -> str:
     """The backend to run; `auto` is the fastest that can run here."""
     _check_backend(backend)
     if backend not in ("auto", "triton"):

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from fastweights.ops.device import multiprocessors
 from fastweights.ops.kernels import tiled, wy
@@ -153,7 +154,7 @@ def forward(
     if keep not in plan.compiled and _can_compile(v.device):
         plan.compiled.add(keep)
         if _aligned(q, k, v, *gates, flags, state):  # the stand-ins are
-            _compile_ahead(plan, q, k, v, gates, flags, state, keep, wide)
+            _compile_ahead(plan, (q, k, v, gates, flags), state, keep, wide)
     shape = plan.shape
     float32: dict[str, Any] = {"dtype": torch.float32, "device": v.device}
     y = v.new_empty(v.shape, dtype=torch.float32 if wide else v.dtype)
@@ -230,28 +231,16 @@ def _can_compile(device: torch.device) -> bool:
     return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
 
 
-def _compile_ahead(
-    plan: Plan,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: list[Tensor],
-    flags: Tensor | None,
-    state: Tensor | None,
-    keep: bool,
-    wide: bool,
-) -> None:
+def _compile_ahead(plan: Plan, inputs: tuple[Any, ...], state: Tensor | None, keep: bool, wide: bool) -> None:
     """Compile what this call launches, and (keep) its backward pass: on stand-ins without memory, through the very code
     that launches, so that Triton finds the kernels by the like arguments."""
-
-    def stand_in(x: Any) -> Any:
-        return None if x is None else torch.empty_like(x, device="meta")
+    stand_ins = tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), (*inputs, state))
+    q, k, v, gates, flags, start = stand_ins
 
     def both() -> None:
-        inputs = (stand_in(q), stand_in(k), stand_in(v), [stand_in(x) for x in gates], stand_in(flags))
-        y, end, *saved = forward(plan, *inputs, stand_in(state), keep, wide)
+        y, end, *saved = forward(plan, q, k, v, gates, flags, start, keep, wide)
         if keep:
-            backward(plan, *inputs, saved, y, end)  # gradients are like what they are of
+            backward(plan, q, k, v, gates, flags, saved, y, end)  # gradients are like what they are of
 
     with contextlib.suppress(Exception):  # the launch itself raises it again
         compile_together(launches_of(both), plan.shape.device)
