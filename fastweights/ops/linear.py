@@ -254,7 +254,7 @@ def tiles(
             return Tile(row_tile, SPLIT_COLUMNS, pipeline[0], 4, pipeline[1] + 1, split)
 
     best: tuple[float, Tile] | None = None
-    for row_tile in (64, 128) if grouped else (16, 32, 64, 128):
+    for row_tile in (128, 64) if grouped else (16, 32, 64, 128):
         for wide in (16, 32, 64, 128, 256):
             column_tile = wide // halves
             if row_tile >= 2 * max(rows, 64 if grouped else 16) or column_tile < SMALLEST_TILE:
@@ -269,7 +269,7 @@ def tiles(
             if pipeline is None:
                 continue
             loads = min(row_tile, rows) + wide
-            work = row_tile * (wide + (row_tile if summed and tensor_cores else 0)) / (64 if tensor_cores else 4)
+            work = row_tile * (wide + (row_tile if summed and tensor_cores else 0)) / (48 if tensor_cores else 4)
             cost = turns * max(loads, work) + programs / (0.6 * chip.processors) * loads
             if best is None or cost < best[0]:
                 warps = 8 if row_tile * wide > 64 * 128 else 4

@@ -16,9 +16,6 @@ from fastweights.ops.device import multiprocessors, obstacle
 from fastweights.rules.base import MIN_GATE_LOGIT
 from fastweights.rules.normalizer import divide
 
-# Programs of four warps that a multiprocessor holds at once.
-RESIDENT = 16
-
 
 class Rotary(NamedTuple):
     """Angles of this step, cos and sin [B,R] float32, and which of them each state's heads are turned by, [S,P]."""
@@ -101,8 +98,7 @@ def step_kernel(
 
     q, k, v, *gate_logits = (x if x[0].is_contiguous() else x.contiguous() for x in (q, k, v, *gate_logits))
     (batch, states, d), m = v.shape, k.shape[-1]
-    processors = multiprocessors(v.device)
-    crowded = batch * states * cdiv(d, 64) >= 2 * processors
+    crowded = batch * states * cdiv(d, 64) >= 2 * multiprocessors(v.device)
     block_m, block_d = next_power_of_2(m), min(next_power_of_2(d), 64 if crowded or normalize else 16)
     slices = cdiv(d, block_d)
     gate, gate2 = (*gate_logits, v, v)[:2]
@@ -133,8 +129,7 @@ def step_kernel(
             BLOCK_M=block_m,
             SLICES=slices if normalize else 1,
             OVERLAP=overlap,
-            # fewer warps where programs are so many that they would not all be there at once
-            num_warps=max(1, min(8, block_d * block_m // (1024 if batch * states > RESIDENT * processors else 512))),
+            num_warps=max(1, min(8, block_d * block_m // 512)),
             **launch_options(overlap),
         )
 
