@@ -9,9 +9,9 @@ it gets the very numbers that the operation gets. Errors are ||found - truth|| /
 - a tensor whose numbers are smaller than SMALLEST (a state that a hundred closed gates left nothing of);
 - some gradients are differences of terms that may be much larger, and are compared with at least CANCELLED of these:
   a gate's is q dq - k dk or y dy - v dv (rules/README.md), and zero where the gate is past the rules' floor; that of a
-  query whose output is normalised is zero along the query, and zero where only one token is remembered; delta's state
-  is erased along the first keys, all of it where m is 1, and what is left of its gradient is compared with the
-  upstream gradient of a state.
+  query whose output is normalised is zero along the query (so all of it where m is 1: compared with the whole term),
+  and, as that of a key, zero where only one token is remembered; delta's state is erased along the first keys, all of
+  it where m is 1, and what is left of its gradient is compared with the upstream gradient of a state.
 Kernels are compiled for padded widths, flags and dtypes, so these come in a fixed number of kinds; sizes vary freely.
 Shapes: see fastweights/ops/__init__.py.
 """
@@ -38,8 +38,8 @@ from fastweights.rules import RULES
 
 # bfloat16 rounds by up to 4e-3: a tensor of few numbers is not held to the 5e-3 of large ones.
 LIMITS = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 1e-2}
-# float16 has less than its full precision below 6e-5.
-SMALLEST = {"float32": 1e-6, "float16": 1e-5, "bfloat16": 1e-6}
+# float16 has less than its full precision below 2^-14.
+SMALLEST = {"float32": 1e-6, "float16": 2**-14, "bfloat16": 1e-6}
 CANCELLED = 0.3
 KINDS = 144
 BLOCKS = [(16, 16), (16, 64), (32, 64), (64, 64), (64, 128), (128, 64), (128, 128), (32, 256)]
@@ -123,7 +123,8 @@ def run(case: Case, inputs: Tensors, flags: Tensors, upstream: Tensors, backend:
 
 def cancelled_terms(case: Case, inputs: Tensors, upstream: Tensors, truth: Tensors) -> Tensors:
     """The terms whose difference a gradient is; a gate's are brought to its logit by the share that the gate shuts
-    out. Of a query's, one is y dy times the normaliser over its product with the query, so at least y dy / |q|."""
+    out. Of a query's, one is y dy times the normaliser over its product with the query, so at least y dy / |q|; of a
+    normalised key's, one is v dv along the key."""
 
     def of_states(x: Tensor) -> Tensor:
         return x.unflatten(2, (case["H"], -1)).sum(3)
@@ -131,15 +132,21 @@ def cancelled_terms(case: Case, inputs: Tensors, upstream: Tensors, truth: Tenso
     written = (inputs["k"] * truth["dk"]).abs()
     along_m = of_states((inputs["q"] * truth["dq"]).abs())
     read = (truth["y"] * upstream["y"]).abs()
-    along_d = of_states(read) + (inputs["v"] * truth["dv"]).abs()
-    terms = {"m": along_m + written, "d": along_d, "1": (along_m + written).sum(-1)}
-    found = {"dq": read.sum(-1) / inputs["q"].norm(dim=-1)} if case["normalize"] else {}
+    values = (inputs["v"] * truth["dv"]).abs()
+    along_d = of_states(read) + values
+    let_in = written.sum(-1)
+    found = {}
+    if case["normalize"]:
+        let_in = torch.maximum(let_in, values.sum(-1))
+        found["dq"] = read.sum(-1) / inputs["q"].norm(dim=-1) / (CANCELLED if case["m"] == 1 else 1)
+        found["dk"] = values.sum(-1) / inputs["k"].norm(dim=-1)
+    terms = {"m": along_m + written, "d": along_d, "1": along_m.sum(-1) + let_in}
     if case["rule"] == "delta":
         found["dstate"] = upstream["state"]
     for gate, width in RULES[case["rule"]].gates.items():
         found[f"d{gate}_logit"] = terms[width] * (-inputs[f"{gate}_logit"]).sigmoid()
         if case["rule"] == "gated":  # what is let in has a factor of 1 - g
-            found[f"d{gate}_logit"] += written.sum(-1)
+            found[f"d{gate}_logit"] += let_in
     return found
 
 

@@ -154,7 +154,7 @@ def test_without_gradients_nothing_is_kept(rule: str) -> None:
 @every_rule
 def test_torch_knows_the_operators(rule: str, processors: Any) -> None:
     processors(3)
-    inputs = op_inputs(rule, B=1, T=300, H=1, m=4, d=3)
+    inputs = {name: x.to(DEVICE) for name, x in op_inputs(rule, B=1, T=300, H=1, m=4, d=3).items()}
     gates = [x if x.ndim == 4 else x[..., None] for name, x in inputs.items() if name.endswith("logit")]
     for x in (*inputs.values(), *gates):
         x.requires_grad_()
@@ -261,7 +261,8 @@ def test_a_text_of_two_million_tokens_can_be_launched(rule: str, monkeypatch: py
     """A grid's second dimension ends at 65535."""
     grids: list[tuple[int, ...]] = []
     monkeypatch.setattr(launch, "run", lambda kernel, grid, args, **options: grids.append(grid))
-    leaves = {name: x.requires_grad_() for name, x in op_inputs(rule, B=1, T=2**21, H=1, m=1, d=1).items()}
+    inputs = op_inputs(rule, B=1, T=2**21, H=1, m=1, d=1)
+    leaves = {name: x.to(DEVICE).requires_grad_() for name, x in inputs.items()}
     y, _ = run_op(rule, leaves, backend="triton")
     torch.autograd.grad(y.sum(), list(leaves.values()))
     assert len(grids) >= 6 and all(max(grid[1:], default=1) <= 65535 for grid in grids)
