@@ -6,6 +6,7 @@ Shapes: tokens, positions [B]   hidden [B,D]   packed [B,P] = q | k | v | gates 
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from fastweights.families import Family
 from fastweights.families.base import Parts, stored_less_one
 from fastweights.layer import FastWeightsAttention, LocalAttention, Projections, RecurrentAttention, rotate
 from fastweights.local import Past
+from fastweights.ops.device import cache_bytes
 from fastweights.ops.linear import Linear, Norm, NormSums, Scratch
 from fastweights.ops.step import Rotary, can_overlap, has_kernels, step_kernel, step_torch
 from fastweights.rules import RULES
@@ -97,6 +99,17 @@ class Stepper:
         self.angles = {kind: _Angles(model, parts, kind, batch) for kind in set(self.rotary_kinds)}
         self.windows: dict[int, _Window] = {}
         self.blocks = [_Block(self, family, block, config, i) for i, block in enumerate(family.blocks(model))]
+        if self.overlap and batch > 1:
+            self._bring_states_near(cache_bytes(self.device) // 2)
+
+    def _bring_states_near(self, most: int) -> None:
+        """Between two steps of a rule the memory has little to do: the next block's state comes into the L2 cache then,
+        unless it is larger than `most` bytes and would push itself out."""
+        for block, after in pairwise(self.blocks):
+            if after.rule is not None and after.rule.state.nbytes <= most:
+                pieces = after.rule.state.flatten().chunk(2)
+                for linear, piece in zip((block.up, block.down), pieces, strict=True):
+                    linear.ahead = piece
 
     def _read_ends(self, model: Any, parts: Parts) -> None:
         config, head = model.config, model.get_output_embeddings()

@@ -71,6 +71,7 @@ def compile_layer(name: str, rows: int, dtype: torch.dtype, passed: bool) -> Non
     layer = linear.Linear(weight, bias, norm if kind else None, activation, gated, kernel=True, overlap=True)
     sums = None
     if passed:
+        layer.ahead = torch.zeros(2**20)
         centred = (around.get("handed_on") or kind) == "layer"
         sums = linear.NormSums(rows, k if kind else n, centred, weight.device)
         sums.parts = -(-k // 16)  # the most there can be

@@ -266,16 +266,16 @@ def test_tiles_are_what_tensor_cores_and_memory_allow(
 
 @needs_triton
 def test_tiles_are_those_that_were_the_fastest() -> None:
-    """Of an H200's measurements at the sizes of SmolLM2-135M (columns, inner numbers, gated, normed); a norm's sums are
-    computed with the products."""
+    """Of an H200's measurements at the sizes of SmolLM2-135M (columns, inner numbers, gated, normed), with a norm's sums
+    given."""
     sizes = [(2016, 576, False, True), (576, 576, False, False), (1536, 576, True, True), (576, 1536, False, False)]
     sizes.append((49152, 576, False, True))
     fastest = {
         32: [(64, 32), (64, 16), (64, 16), (32, 32), (64, 128)],
-        256: [(64, 64), (64, 32), (64, 64), (64, 32), (128, 256)],
+        256: [(64, 64), (64, 32), (128, 32), (64, 32), (128, 256)],
     }
     for rows, expected in fastest.items():
-        assert [tiles(rows, *size, torch.bfloat16, H100)[:2] for size in sizes] == expected
+        assert [tiles(rows, *size, torch.bfloat16, H100, sums_given=size[3])[:2] for size in sizes] == expected
     assert tiles(32, *sizes[3], torch.bfloat16, H100).split == 3
 
 
@@ -347,6 +347,37 @@ def test_a_kernel_stepper_is_the_model(family: str, batch: int, settings: dict[s
         for t in (4, 5):
             stepper.tokens.copy_(text[:, t])
             assert_close("logits", stepper.step().cpu(), model(text[:, : t + 1]).logits[:, -1].cpu(), 2e-5)
+
+
+def test_the_next_blocks_state_is_brought_near() -> None:
+    """All of it, by a block's two linears after its own step, unless it is too large for the cache."""
+    model = fw.convert(pretrained("llama"), fw.FastWeightsConfig(m=6)).eval()
+    stepper = Stepper(model, 3, kernels=False)
+    state = stepper.blocks[1].rule.state
+    for most, brought in ((state.nbytes - 1, False), (state.nbytes, True)):
+        stepper._bring_states_near(most)
+        linears = [linear for block in stepper.blocks for linear in (block.up, block.down)]
+        assert [linear.ahead is not None for linear in linears] == [brought, brought, False, False]
+    pieces = [linear.ahead for linear in linears[:2]]
+    assert pieces[0].data_ptr() == state.data_ptr() and sum(len(piece) for piece in pieces) == state.numel()
+    assert pieces[1].data_ptr() == pieces[0].data_ptr() + pieces[0].nbytes
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+def test_a_state_that_is_brought_near_is_the_same() -> None:
+    model = fw.convert(pretrained("llama"), fw.FastWeightsConfig(m=6)).eval().to(DEVICE, torch.bfloat16)
+    logits = []
+    for most in (0, 2**30):
+        stepper = Stepper(model, 40, kernels=True)
+        for block in stepper.blocks:
+            block.up.ahead = block.down.ahead = None
+        stepper._bring_states_near(most)
+        for t in range(20):
+            stepper.tokens.copy_(tokens(40, 20)[:, t])
+            stepper.step()
+        logits.append(stepper.logits)
+    assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize("way", WAYS[1:])
