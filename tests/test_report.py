@@ -78,6 +78,11 @@ def test_tasks_have_an_average(tmp_path: Path) -> None:
     changed["models"][1]["tasks"]["d"] = {"acc": 0.9}
     rows = table(report(tmp_path, {"eval": changed})[0], "mean of a, b")
     assert [(row["mean of a, b"], row["of the base's"]) for row in rows] == [("30.0 %", "–"), ("20.0 %", "66.7 %")]
+    tuned = changed["models"][0] | {"name": "tuned", "tasks": {"b": {"acc": 0.7}, "a": {"acc": 0.1}}}
+    changed["models"].insert(1, tuned)
+    rows = table(report(tmp_path, {"eval": changed})[0], "mean of a, b")
+    assert [row["of gpt2's"] for row in rows] == ["–", "133.3 %", "66.7 %"]
+    assert [row["of tuned's"] for row in rows] == ["75.0 %", "–", "50.0 %"]
 
 
 def test_cost_has_the_numbers_of_the_result(tmp_path: Path) -> None:

@@ -266,7 +266,7 @@ def test_tiles_are_what_tensor_cores_and_memory_allow(
 
 @needs_triton
 def test_tiles_are_those_that_were_the_fastest() -> None:
-    """Of an H200's measurements at the sizes of SmolLM2-135M (columns, inner numbers, gated, normed), with a norm's sums
+    """Of an H200's measurements at the sizes of SmolLM2-135M (columns, inner numbers, gated, normed), a norm's sums
     given."""
     sizes = [(2016, 576, False, True), (576, 576, False, False), (1536, 576, True, True), (576, 1536, False, False)]
     sizes.append((49152, 576, False, True))

@@ -202,18 +202,22 @@ def task_tables(models: Sequence[Entry]) -> list[Table]:
 
 
 def _average_tables(measured: Sequence[Entry]) -> list[Table]:
-    """Of the tasks with a share of right answers that all models have, several at least."""
+    """Of the tasks with a share of right answers that all models have, several at least; against every unconverted
+    model."""
     found = {model.label: _shares(model) for model in measured}
     shared = sorted(set.intersection(*map(set, found.values()))) if found else []
     if len(shared) < 2:
         return []
     means = {label: sum(shares[task] for task in shared) / len(shared) for label, shares in found.items()}
+    bases = [model for model in measured if not model.converted]
+    several = len(bases) > 1
     rows = []
     for model in measured:
-        base, mean = base_of(model, measured), means[model.label]
-        rows.append([model.label, percent_text(mean), percent_text(ratio(mean, means[base.label]) if base else None)])
-    header = ["model", f"mean of {', '.join(shared)}", "of the base's"]
-    return table("task average", header, rows, measured, names=1)
+        compared = [base if base is not model else None for base in bases] if several else [base_of(model, measured)]
+        shares = [None if base is None else ratio(means[model.label], means[base.label]) for base in compared]
+        rows.append([model.label, percent_text(means[model.label]), *map(percent_text, shares)])
+    names = [f"of {base.label}'s" for base in bases] if several else ["of the base's"]
+    return table("task average", ["model", f"mean of {', '.join(shared)}", *names], rows, measured, names=1)
 
 
 def _shares(model: Entry) -> dict[str, float]:
