@@ -48,6 +48,11 @@ class FastWeightsConfig:
         "from one token to train_length).",
         GATE_INITS,
     )
+    projection_init: str = _setting(
+        "attention",
+        "Start of queries and keys: the attention's own, or their best approximation of the state's width; or random.",
+        ("attention", "random"),
+    )
     window: int | None = _setting(
         None,
         "Width of an exact softmax window joined to the state, 0 for none "
@@ -125,8 +130,10 @@ class FastWeightsConfig:
                 "local attention is a softmax over its window: it has no feature map and no normaliser of its own",
             ),
             (
-                self.rule == LOCAL and (self.output_norm or self.rotary != "keep"),
-                "local attention is the pretrained attention within a window: it takes no output_norm and keeps rotary",
+                self.rule == LOCAL
+                and (self.output_norm, self.rotary, self.projection_init) != (False, "keep", "attention"),
+                "local attention is the pretrained attention within a window: it takes no output_norm, keeps rotary "
+                "and has no projection_init",
             ),
             (
                 self.normalizes_sum and self.feature_map not in POSITIVE_MAPS,

@@ -47,6 +47,8 @@ def initialize(layer: FastWeightsAttention, weights: AttentionWeights) -> None:
         factors = query_key_factors(
             weights, shape, projections.states, _qk_width(projections), projections.planes.shape[1], generator
         )
+        if config.projection_init == "random":
+            factors = _random_like(factors, generator)
         _fill(projections, shape, factors, weights)
         layer.rule.feature_map.draw(generator)
         _initialize_gates(layer.rule, generator)
@@ -192,6 +194,17 @@ def _widen(factors: Factors, width: int, generator: torch.Generator) -> Factors:
     random *= factors.k[..., :-1].square().mean().sqrt()
     q = torch.cat([factors.q, factors.q.new_zeros(states, group, missing, columns)], dim=2)
     return factors._replace(q=q, k=torch.cat([factors.k, random], dim=1))
+
+
+def _random_like(factors: Factors, generator: torch.Generator) -> Factors:
+    """Queries and keys that know nothing, of the size of those they stand for."""
+
+    def like(x: Tensor) -> Tensor:
+        random = torch.randn(x.shape, generator=generator, dtype=x.dtype)
+        random[..., -1] = 0
+        return random * x[..., :-1].square().mean((-2, -1), keepdim=True).sqrt()
+
+    return factors._replace(q=like(factors.q), k=like(factors.k))
 
 
 def _fill(projections: Projections, shape: AttentionShape, factors: Factors, weights: AttentionWeights) -> None:

@@ -436,6 +436,7 @@ def test_settings_that_would_be_ignored_are_refused() -> None:
         (dict(rule=None), "rule=None is not known"),
         (dict(state_heads=None), "state_heads=None is not known"),
         (dict(rule="local", output_norm=True), "takes no output_norm"),
+        (dict(rule="local", projection_init="random"), "has no projection_init"),
         (dict(rule="local", rotary="drop"), "keeps rotary"),
         (dict(layers=5), "layers must be layer numbers"),
     ):

@@ -25,6 +25,7 @@ VALID: list[dict[str, Any]] = [
     {"rule": "delta", "m": 64, "feature_map": "dpfp", "normalize": "attention+sum"},
     {"rule": "gated", "feature_map": "favor+", "normalize": "attention", "gate_init": "log", "train_length": 512},
     {"rule": "decay", "window": 16, "output_norm": True, "rotary": "drop", "state_heads": "kv", "seed": 7},
+    {"rule": "delta", "projection_init": "random"},
     {"rule": "add", "layers": (0, 3, 5), "positions": "clamp", "feature_map": "rfa", "m": 4},
     {"rule": "local", "window": 1},
     # no positive map is asked for where the divisor alone is summed: the paper tried it (and it diverged)
