@@ -32,6 +32,10 @@ WARM_UP_STEPS = 3
 GREEDY = Mode(False, False, False)
 
 
+class NotOfKnownParts(ConfigError):
+    """A model that only transformers can continue."""
+
+
 def prefill(
     model: Any, ids: Tensor, state: FastWeightsCache | None = None, piece: int = PIECE, progress: bool = False
 ) -> tuple[Tensor, FastWeightsCache]:
@@ -64,7 +68,8 @@ class Engine:
 
     A step (all layers and the choice of the token) has static addresses and stays on the device; `graph`: it is a CUDA
     graph, by default on a GPU. The weights are packed once: after changing the model make a new engine. `kernels`: use
-    the Triton kernels, by default where they can be."""
+    the Triton kernels, by default where they can be. `max_length`: of the longest text, prompt and new tokens; only for
+    a model some of whose layers are still attention: each slot has room for the keys and values of so many tokens."""
 
     def __init__(
         self,
@@ -74,15 +79,24 @@ class Engine:
         graph: bool | None = None,
         piece: int = PIECE,
         kernels: bool | None = None,
+        max_length: int | None = None,
     ) -> None:
-        _check_model(model)
-        for name, value in (("batch_size", batch_size), ("piece", piece)):
-            if value < 1:
+        for name, value in (("batch_size", batch_size), ("piece", piece), ("max_length", max_length)):
+            if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, found {value}")
+        kept = _attention_layers(model)
+        if kept and max_length is None:
+            raise ConfigError(
+                f"{kept} are still attention, whose keys and values grow with the text: say with max_length how "
+                "many tokens the longest text has, or use model.generate"
+            )
+        self.max_length = max_length if kept else None
         self.model, self.piece, self.device = model, piece, model.device
         self.on_gpu = self.device.type == "cuda"
         with evaluating(model):
-            self.stepper = make_stepper(model, batch_size, kernels)
+            self.stepper = make_stepper(model, batch_size, kernels, self.max_length)
+        if kept and not self.stepper.static:
+            raise NotOfKnownParts(f"{kept} are still attention, and not of parts the engine knows: use model.generate")
         possible = self.on_gpu and self.stepper.static
         if graph and not possible:
             raise ConfigError("graph=True needs a CUDA device and a model whose family's parts are known; leave it out")
@@ -184,7 +198,10 @@ class Engine:
         if state is not None and state.batch_size > 1:
             raise ConfigError(f"states[{i}] must be of one text, found {state.batch_size}: select a row of it")
         seen = 0 if state is None or state.lengths is None else int(state.lengths[0])
-        self.model._check_length(seen + len(ids) + limit - 1)
+        length = seen + len(ids) + limit - 1
+        self.model._check_length(length)
+        if self.max_length is not None and length > self.max_length:
+            raise ConfigError(f"prompts[{i}] may come to {length} tokens, and max_length is {self.max_length}")
         return ids.long()
 
     def _run_all(
@@ -243,17 +260,14 @@ class Engine:
         return self.arrived.tolist()
 
 
-def _check_model(model: Any) -> None:
+def _attention_layers(model: Any) -> str:
+    """In words; empty for a model that has none left."""
     if not isinstance(model, FastWeightsMixin):
         raise ConfigError(
             f"the engine decodes converted models, found a {type(model).__name__}: convert it, or use its own generate"
         )
     kept = FastWeightsCache(model.config).kept
-    if kept:
-        raise ConfigError(
-            f"layers {', '.join(map(str, kept))} are still attention, whose keys and values grow with the text, and "
-            "the engine needs a state of constant size: use model.generate"
-        )
+    return f"layers {', '.join(map(str, kept))}" if kept else ""
 
 
 def _end_of_text(model: Any) -> list[int]:
@@ -290,10 +304,14 @@ def continue_text(
     streamer: Any = None,
 ) -> tuple[Tensor, FastWeightsCache | None]:
     """The prompt's tokens and the new ones [1,T], and the cache that this ended with; `state` itself is left alone.
-    By the engine, or by transformers where there are beams or attention that grows."""
+    By the engine, or by transformers where there are beams or attention of parts that the engine does not know."""
     cache = None if state is None else state.fork(num_beams)
-    if cache is not None and num_beams == 1 and not cache.kept:
-        new = _by_engine(model, prompt_ids, cache, sampling, max_new_tokens, streamer)
+    engine = None
+    if cache is not None and num_beams == 1:
+        seen = 0 if cache.lengths is None else int(cache.lengths[0])
+        engine = _engine_for(model, seen + prompt_ids.shape[1] + max_new_tokens)
+    if engine is not None:
+        new = _by_engine(engine, prompt_ids, cache, sampling, max_new_tokens, streamer)
         return torch.cat([prompt_ids, prompt_ids.new_tensor([new])], dim=1), cache
     options = sampling_options(sampling) | {"max_new_tokens": max_new_tokens, "num_beams": num_beams}
     mask = torch.ones_like(prompt_ids) if state is None else state.mask_for(prompt_ids)
@@ -304,13 +322,25 @@ def continue_text(
     return model.generate(prompt_ids, attention_mask=mask, streamer=streamer, **options), cache
 
 
+def _engine_for(model: Any, max_length: int) -> Engine | None:
+    try:
+        return Engine(model, max_length=max_length)
+    except NotOfKnownParts:
+        return None
+
+
 def _by_engine(
-    model: Any, prompt_ids: Tensor, state: FastWeightsCache, sampling: Sampling, max_new_tokens: int, streamer: Any
+    engine: Engine,
+    prompt_ids: Tensor,
+    state: FastWeightsCache | None,
+    sampling: Sampling,
+    max_new_tokens: int,
+    streamer: Any,
 ) -> list[int]:
     put = (lambda ids: None) if streamer is None else streamer.put
     put(prompt_ids)
     options: dict[str, Any] = {"states": [state], "on_token": lambda _, token: put(torch.tensor([token]))}
-    (new,) = Engine(model).generate([prompt_ids[0]], max_new_tokens, sampling, progress=True, **options)
+    (new,) = engine.generate([prompt_ids[0]], max_new_tokens, sampling, progress=True, **options)
     if streamer is not None:
         streamer.end()
     return new

@@ -175,11 +175,12 @@ def _contender(model: Any, length: int, batch: int) -> Contender:
     """A model that has read `length` random tokens, and goes on by one: as `fastweights generate` would, with the
     engine's step where it has one for the model, and else with the model's own forward."""
     cache, token = _cache_after(model, length, batch), _random_tokens(model, batch, 1)
-    kept, attends = kept_bytes(cache), not isinstance(cache, FastWeightsCache) or bool(cache.kept)
-    if not attends:
-        stepper = make_stepper(model, batch)
+    kept = kept_bytes(cache)
+    if isinstance(cache, FastWeightsCache):
+        stepper = make_stepper(model, batch, longest=length + 1)
         if stepper.static:
-            return Contender(_engine_step(stepper, cache, token), kept, attends, is_engine=True)
+            return Contender(_engine_step(stepper, cache, token), kept, attends=False, is_engine=True)
+    attends = not isinstance(cache, FastWeightsCache) or bool(cache.kept)
     return Contender(_forward_step(model, cache, token), kept, attends)
 
 

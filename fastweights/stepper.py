@@ -1,7 +1,6 @@
 """One token for every slot of a batch without the model's modules: weights packed once, static buffers, few calls.
 
-Shapes: tokens, positions [B]   hidden [B,D]   packed [B,P] = q | k | v | gates | window's q | k | v   logits [B,V]
-        state [B,S,d,m]   keys and values of a window, rings of w tokens [B*w,Hkv*d], token t of row b at b*w + t % w
+Shapes: tokens, positions [B]   hidden [B,D]   packed [B,P]   logits [B,V]; what a block attends with: step_parts.py
 """
 
 from __future__ import annotations
@@ -14,15 +13,24 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from fastweights.cache import FastWeightsCache
+from fastweights.config import LOCAL, FastWeightsConfig
 from fastweights.families import Family
 from fastweights.families.base import Parts, stored_less_one
-from fastweights.layer import FastWeightsAttention, LocalAttention, Projections, RecurrentAttention, rotate
-from fastweights.local import Past
+from fastweights.layer import FastWeightsAttention
+from fastweights.models import new_layer
 from fastweights.ops.device import cache_bytes
 from fastweights.ops.linear import Linear, Norm, NormSums, Scratch
-from fastweights.ops.step import Rotary, can_overlap, has_kernels, step_kernel, step_torch
-from fastweights.rules import RULES
-from fastweights.rules.feature_maps import Identity, sum_normalize
+from fastweights.ops.step import can_overlap, has_kernels
+from fastweights.step_parts import (
+    Angles,
+    KeptAttention,
+    Rule,
+    Unusual,
+    Window,
+    WindowAttention,
+    linears_of,
+    rotary_kinds,
+)
 
 ACTIVATION_NAMES = {
     "silu": "silu",
@@ -35,14 +43,12 @@ ACTIVATION_NAMES = {
 }
 
 
-class Unusual(Exception):
-    """A model that is not built of the parts its family is known by."""
-
-
-def make_stepper(model: Any, batch: int, kernels: bool | None = None) -> Stepper | ModelStepper:
+def make_stepper(
+    model: Any, batch: int, kernels: bool | None = None, longest: int | None = None
+) -> Stepper | ModelStepper:
     """The lean stepper where the model can be described, the model's own forward for any other."""
     try:
-        return Stepper(model, batch, kernels)
+        return Stepper(model, batch, kernels, longest)
     except Unusual:
         return ModelStepper(model, batch)
 
@@ -77,11 +83,12 @@ class ModelStepper:
 
 
 class Stepper:
-    """`kernels`: Triton's; by default where they can be used. Every address is the same at every step."""
+    """`kernels`: Triton's; by default where they can be used. `longest`: tokens of the longest text, for layers that
+    are still attention. Every address is the same at every step."""
 
     static = True
 
-    def __init__(self, model: Any, batch: int, kernels: bool | None = None) -> None:
+    def __init__(self, model: Any, batch: int, kernels: bool | None = None, longest: int | None = None) -> None:
         family: Family = model.family
         parts, config = family.parts, model.config
         devices, dtypes = {p.device for p in model.parameters()}, {p.dtype for p in model.parameters()}
@@ -95,9 +102,10 @@ class Stepper:
         self.positions = torch.zeros_like(self.tokens)
         self.hidden = torch.zeros(batch, config.hidden_size, dtype=self.dtype, device=self.device)
         self._read_ends(model, parts)
-        self.rotary_kinds = _rotary_kinds(model, parts)
-        self.angles = {kind: _Angles(model, parts, kind, batch) for kind in set(self.rotary_kinds)}
-        self.windows: dict[int, _Window] = {}
+        self.rotary_kinds = rotary_kinds(model, parts)
+        self.angles = {kind: Angles(model, parts, kind, batch) for kind in set(self.rotary_kinds)}
+        self.windows: dict[int, Window] = {}
+        self.longest = longest
         self.blocks = [_Block(self, family, block, config, i) for i, block in enumerate(family.blocks(model))]
         if self.overlap and batch > 1:
             self._bring_states_near(cache_bytes(self.device) // 2)
@@ -133,8 +141,8 @@ class Stepper:
         options |= dict(kernel=self.kernels, overlap=self.overlap, scratch=self.scratch)
         return Linear(weight, bias, norm, **options)
 
-    def window(self, width: int) -> _Window:
-        return self.windows.setdefault(width, _Window(width, self.positions))
+    def window(self, width: int) -> Window:
+        return self.windows.setdefault(width, Window(width, self.positions))
 
     @torch.inference_mode()
     def step(self) -> Tensor:
@@ -169,63 +177,26 @@ class Stepper:
         self.positions[slot : slot + 1].copy_(cache.lengths)
 
 
-class _Angles:
-    """cos and sin [B,R] of this step's positions, float32."""
-
-    def __init__(self, model: Any, parts: Parts, kind: str, batch: int) -> None:
-        rotary = model.get_submodule(str(parts.rotary))
-        prefix = f"{kind}_" if kind else ""
-        rope_type = rotary.rope_type[kind] if kind else rotary.rope_type
-        if "dynamic" in rope_type or rope_type == "longrope":  # frequencies that depend on the length
-            raise Unusual
-        self.frequencies: Tensor = getattr(rotary, f"{prefix}inv_freq").float().to(model.device)
-        self.scaling: float = getattr(rotary, f"{prefix}attention_scaling")
-        self.angle, self.cos, self.sin = (self.frequencies.new_zeros(batch, len(self.frequencies)) for _ in range(3))
-
-    def turn(self, positions: Tensor) -> None:
-        torch.mul(positions[:, None], self.frequencies, out=self.angle)
-        torch.cos(self.angle, out=self.cos)
-        torch.sin(self.angle, out=self.sin)
-        if self.scaling != 1:
-            self.cos.mul_(self.scaling)
-            self.sin.mul_(self.scaling)
-
-
-class _Window:
-    """Where in a ring of this width each slot's token goes, and which places hold none yet."""
-
-    def __init__(self, width: int, positions: Tensor) -> None:
-        self.width, batch, device = width, len(positions), positions.device
-        self.first = torch.arange(batch, device=device) * width
-        self.places = torch.arange(width, device=device)
-        self.row = torch.zeros_like(positions)
-        hidden = torch.zeros(batch, width, dtype=torch.bool, device=device)
-        self.hidden, self.for_heads = hidden, hidden[:, None, None]
-
-    def move(self, positions: Tensor) -> None:
-        torch.remainder(positions, self.width, out=self.row)
-        self.row.add_(self.first)
-        torch.gt(self.places, positions[:, None], out=self.hidden)
-
-
 class _Block:
     def __init__(self, stepper: Stepper, family: Family, block: nn.Module, config: Any, index: int) -> None:
         parts = family.parts
         assert parts is not None
-        attention = family.attention_of(block)
-        if not isinstance(attention, FastWeightsAttention):
-            raise Unusual
+        own = family.attention_of(block)
+        kept = not isinstance(own, FastWeightsAttention)
+        attention = _as_window(family, own, config, index, stepper.longest) if kept else own
+        assert isinstance(attention, FastWeightsAttention)
         activation = ACTIVATION_NAMES.get(getattr(config, parts.activation))
         if activation is None:
             raise Unusual
         packed = _Packed(attention)
         self.inner = stepper.linear(packed.weight, packed.bias, _norm(block.get_submodule(parts.norm)))
         self.packed = stepper.hidden.new_zeros(len(stepper.hidden), len(packed.weight))
-        self.rule = None if attention.rule is None else _Rule(attention.rule, stepper, self.packed, index)
+        self.rule = None if attention.rule is None else Rule(attention.rule, stepper, self.packed, index)
         start = packed.rule_width
         self.window = None
         if attention.window is not None:
-            self.window = _WindowAttention(attention.window, stepper, self.packed, start, index)
+            kind = KeptAttention if kept else WindowAttention
+            self.window = kind(attention.window, attention.shape, stepper, self.packed, start, index)
         self.share = None if attention.mix is None else attention.mix.logit.detach().sigmoid()[:, None]
         self.outer = stepper.linear(*_weight(attention.o_proj))
         up = [_weight(block.get_submodule(path)) for path in parts.up]
@@ -273,125 +244,32 @@ class _Block:
             sums.parts = 0
 
 
+def _as_window(
+    family: Family, attention: nn.Module, config: Any, index: int, longest: int | None
+) -> FastWeightsAttention:
+    """A layer that is still attention, as one whose window holds the longest text."""
+    strange = (x for x in attention.children() if type(x) not in (nn.Linear, Conv1D))
+    if longest is None or any(parameter.ndim > 1 for x in strange for parameter in x.parameters()):
+        raise Unusual
+    weight, settings = next(attention.parameters()), FastWeightsConfig(rule=LOCAL, window=longest)
+    return new_layer(family, attention, config, settings, index).to(weight.device, weight.dtype).requires_grad_(False)
+
+
 class _Packed:
     """One weight for all that a layer's attention makes of its input."""
 
     def __init__(self, attention: FastWeightsAttention) -> None:
         linears: list[Any] = []
         if attention.rule is not None:
-            linears += [*_linears(attention.rule.projections), *attention.rule.gates.values()]
+            linears += [*linears_of(attention.rule.projections), *attention.rule.gates.values()]
         self.rule_width = sum(linear.out_features for linear in linears)
         if attention.window is not None:
-            linears += _linears(attention.window.projections)
+            linears += linears_of(attention.window.projections)
         pairs = [_weight(linear) for linear in linears]
         self.weight = torch.cat([weight for weight, _ in pairs])
         self.bias = None
         if any(bias is not None for _, bias in pairs):
             self.bias = torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in pairs])
-
-
-class _Heads:
-    """Queries, keys and values [B,heads,.] as views of the packed buffer."""
-
-    def __init__(self, projections: Projections, stepper: Stepper, packed: Tensor, start: int, index: int) -> None:
-        self.projections = projections
-        widths = [linear.out_features for linear in _linears(projections)]
-        heads = (projections.heads, projections.states, projections.states)
-        parts = packed[:, start : start + sum(widths)].split(widths, dim=1)
-        self.q, self.k, self.v = (x.unflatten(1, (h, -1)) for x, h in zip(parts, heads, strict=True))
-        self.end = start + sum(widths)
-        self.rotary: Rotary | None = None
-        if projections.planes.shape[1]:
-            angles = stepper.angles[stepper.rotary_kinds[index]]
-            self.rotary = Rotary(angles.cos, angles.sin, projections.planes)
-
-    def normed_and_turned(self) -> tuple[Tensor, Tensor]:
-        q, k = self.q, self.k
-        if self.projections.q_norm is not None and self.projections.k_norm is not None:
-            q, k = self.projections.q_norm(q), self.projections.k_norm(k)
-        if self.rotary is not None:
-            cos, sin, planes = self.rotary
-            q, k = (rotate(x[:, None], cos[:, None], sin[:, None], planes)[:, 0] for x in (q, k))
-        return q, k
-
-
-class _Rule:
-    """A rule's state, and its step from the packed buffer. What a kernel does not do on the way, the layer's own
-    modules do."""
-
-    def __init__(self, rule: RecurrentAttention, stepper: Stepper, packed: Tensor, index: int) -> None:
-        self.rule, self.config, self.stepper = rule, rule.config, stepper
-        self.heads = _Heads(rule.projections, stepper, packed, 0, index)
-        batch, states, d = self.heads.v.shape
-        self.gates, start = [], self.heads.end
-        for name, width in RULES[self.config.rule].gates.items():
-            end = start + rule.gates[name].out_features
-            logits, start = packed[:, start:end], end
-            self.gates.append(logits if width == "1" else logits.unflatten(1, (states, -1)))
-        dtype = torch.promote_types(stepper.dtype, torch.float32)
-        rows = d + self.config.normalizes_attention
-        self.state = torch.zeros(batch, states, rows, self.config.m, dtype=dtype, device=stepper.device)
-        self.y = packed.new_zeros(batch, rule.projections.heads, d)
-        self.no_map = type(rule.feature_map) is Identity
-        plain = self.no_map and not self.config.normalizes_sum and rule.projections.q_norm is None
-        self.fused = stepper.kernels and plain
-
-    def step(self) -> Tensor:
-        heads, stepper, normalize = self.heads, self.stepper, self.config.normalizes_attention
-        q, k = (heads.q, heads.k) if self.fused else self._features()
-        arguments = (self.config.rule, self.state, q, k, heads.v, self.gates)
-        if not stepper.kernels:
-            y = step_torch(*arguments, normalize)
-        else:
-            turned, scaled = (heads.rotary, self.rule.key_scale) if self.fused else (None, None)
-            step_kernel(*arguments, self.y, normalize, turned, scaled, stepper.overlap)
-            y = self.y
-        return y if self.rule.output_norm is None else self.rule.output_norm(y)
-
-    def _features(self) -> tuple[Tensor, Tensor]:
-        q, k = self.heads.normed_and_turned()
-        if not self.no_map:
-            q, k = (self.rule.feature_map(x[:, None])[:, 0] for x in (q, k))
-        if self.config.normalizes_sum:
-            q, k = sum_normalize(q), sum_normalize(k)
-        if self.rule.key_scale is not None:
-            k = k * self.rule.key_scale.to(k.dtype)
-        return q, k
-
-    def fill(self, slot: int, layer: Any, lengths: Tensor) -> None:
-        self.state[slot].copy_(layer.tensors["state"][0])
-
-
-class _WindowAttention:
-    def __init__(self, local: LocalAttention, stepper: Stepper, packed: Tensor, start: int, index: int) -> None:
-        self.heads, self.softcap = _Heads(local.projections, stepper, packed, start, index), local.softcap
-        self.window = stepper.window(local.window)
-        batch, kv_heads, d = self.heads.v.shape
-        self.rings = [packed.new_zeros(batch * local.window, kv_heads * d) for _ in range(2)]
-        by_head = (ring.view(batch, local.window, kv_heads, d).transpose(1, 2) for ring in self.rings)
-        self.keys, self.values = by_head
-        self.keys = self.keys.mT
-
-    def step(self) -> Tensor:
-        q, k = self.heads.normed_and_turned()
-        for ring, new in zip(self.rings, (k, self.heads.v), strict=True):
-            ring.index_copy_(0, self.window.row, new.flatten(1))
-        logits = torch.matmul(q.unflatten(1, (self.keys.shape[1], -1)), self.keys)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if self.softcap is not None:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
-        weights = logits.masked_fill_(self.window.for_heads, float("-inf")).softmax(-1)
-        return torch.matmul(weights.to(self.values.dtype), self.values).flatten(1, 2)
-
-    def fill(self, slot: int, layer: Any, lengths: Tensor) -> None:
-        past, width = layer.get_all(Past), self.window.width
-        rows = slot * width + (lengths + self.window.places[1:]) % width  # all but the next token's
-        for ring, tokens in zip(self.rings, (past.k, past.v), strict=True):
-            ring.index_copy_(0, rows, tokens[0].flatten(1))
-
-
-def _linears(projections: Projections) -> list[Any]:
-    return [projections.q_proj, projections.k_proj, projections.v_proj]
 
 
 def _weight(linear: Any) -> tuple[Tensor, Tensor | None]:
@@ -409,12 +287,3 @@ def _norm(norm: Any) -> Norm:
         return Norm(norm.weight.detach(), None if norm.bias is None else norm.bias.detach(), norm.eps, centred=True)
     weight = norm.weight.detach().float() + 1 if stored_less_one(norm) else norm.weight.detach()
     return Norm(weight, None, getattr(norm, "variance_epsilon", None) or norm.eps, centred=False)
-
-
-def _rotary_kinds(model: Any, parts: Parts) -> list[str]:
-    """For each layer the kind of its rotary frequencies, where a model has several."""
-    layers = model.config.num_hidden_layers
-    if parts.rotary is None:
-        return []
-    several = isinstance(model.get_submodule(parts.rotary).rope_type, dict)
-    return list(model.config.layer_types) if several else [""] * layers

@@ -46,7 +46,7 @@ class Conditions:
 
 @dataclass(frozen=True)
 class Contender:
-    """A step that generates one token, the bytes it keeps of the text before, and whether it attends to that text.
+    """A step that generates one token, the bytes it keeps of the text before, and whether torch's attention is in it.
     It may be run any number of times, and reads and writes the same places each time. The engine's is not compiled."""
 
     step: Step

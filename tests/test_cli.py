@@ -106,6 +106,7 @@ def test_every_option_reaches_the_settings(tmp_path: Path) -> None:
         feature_map="elu",
         normalize="attention",
         gate_init="log",
+        projection_init="random",
         window=5,
         output_norm=True,
         rotary="drop",
@@ -252,7 +253,7 @@ def test_sampling_from_the_likeliest_token_is_greedy(tmp_path: Path) -> None:
 
 def test_sampling_is_from_all_tokens_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers' default of the 50 likeliest would cut the tail of the distribution. It is transformers that
-    generates where a layer is still attention."""
+    generates where there are beams."""
     given: dict[str, Any] = {}
     real = FastWeightsMixin.generate
 
@@ -261,8 +262,8 @@ def test_sampling_is_from_all_tokens_unless_asked(tmp_path: Path, monkeypatch: p
         return real(self, *args, **kwargs)
 
     monkeypatch.setattr(FastWeightsMixin, "generate", spy)
-    folder = save_model(tmp_path, m=8, layers=(0,))
-    succeed("generate", folder, "--prompt", "Hi", "--max-new-tokens", 2, "--temperature", 0.5)
+    folder = save_model(tmp_path, m=8)
+    succeed("generate", folder, "--prompt", "Hi", "--max-new-tokens", 2, "--temperature", 0.5, "--num-beams", 2)
     assert (given["do_sample"], given["temperature"], given["top_k"], given["top_p"]) == (True, 0.5, 0, 1.0)
 
 

@@ -352,8 +352,6 @@ def test_bad_engines() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             fw.Engine(converted(), **options)
-    with pytest.raises(ConfigError, match=r"layers 1 are still attention.*use model\.generate"):
-        fw.Engine(converted(m=4, layers=(0,)))
     with pytest.raises(ConfigError, match="found a LlamaForCausalLM: convert it"):
         fw.Engine(pretrained("llama"))
 

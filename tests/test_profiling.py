@@ -50,7 +50,9 @@ def test_bytes_are_the_state_and_the_keys_and_values() -> None:
 
 def test_a_hybrid_keeps_both() -> None:
     hybrid = converted("gpt2", layers=(1,))
-    [point] = points_of(cost({"hybrid": hybrid}, (10,)), "hybrid")
+    result = cost({"hybrid": hybrid}, (10,))
+    [point] = points_of(result, "hybrid")
+    assert result["models"][0]["how"] == "engine"
     assert point["bytes"] == describe(hybrid).state_bytes + 10 * 2 * 32 * 4
 
 
@@ -66,7 +68,7 @@ def test_a_long_text_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_models_take_turns() -> None:
-    models = {"a": pretrained("llama"), "b": converted("llama", layers=(0,))}  # both by their own forward
+    models = {"a": pretrained("llama"), "b": pretrained("gpt2")}  # both by their own forward
     turns: list[str] = []
     for name, model in models.items():
         model.register_forward_pre_hook(lambda _, args, name=name: turns.append(name))
@@ -98,13 +100,14 @@ def test_the_step_with_a_static_cache_is_the_models_own(family: str, implementat
     assert model.config._attn_implementation == implementation
 
 
+@pytest.mark.parametrize("layers", [None, (0,)], ids=["all", "hybrid"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_the_step_of_the_engine_is_the_models_own(family: str) -> None:
-    model, ids = converted(family, window=5), tokens(2, 21)
+def test_the_step_of_the_engine_is_the_models_own(family: str, layers: tuple[int, ...] | None) -> None:
+    model, ids = converted(family, window=5, layers=layers), tokens(2, 21)
     with torch.no_grad():
         expected = model(ids).logits[:, -1]
         cache = model(ids[:, :20], use_cache=True).past_key_values
-        found = profiling._engine_step(profiling.make_stepper(model, 2), cache, ids[:, 20:])()
+        found = profiling._engine_step(profiling.make_stepper(model, 2, longest=21), cache, ids[:, 20:])()
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 

@@ -1,0 +1,199 @@
+"""What a block of the lean stepper (stepper.py) attends with: a rule's state, a window, or attention that was kept.
+
+Shapes: packed [B,P] = q | k | v | gates | window's q | k | v   state [B,S,d,m]
+        keys and values of a window, rings of w tokens [B*w,Hkv*d], token t of row b at b*w + t % w
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fastweights.families.base import Parts
+from fastweights.layer import AttentionShape, LocalAttention, Projections, RecurrentAttention, rotate
+from fastweights.local import Past
+from fastweights.ops.step import Rotary, step_kernel, step_torch
+from fastweights.rules import RULES
+from fastweights.rules.feature_maps import Identity, sum_normalize
+
+if TYPE_CHECKING:
+    from fastweights.stepper import Stepper
+
+
+class Unusual(Exception):
+    """A model that is not built of the parts its family is known by."""
+
+
+class Angles:
+    """cos and sin [B,R] of this step's positions, float32."""
+
+    def __init__(self, model: Any, parts: Parts, kind: str, batch: int) -> None:
+        rotary = model.get_submodule(str(parts.rotary))
+        prefix = f"{kind}_" if kind else ""
+        rope_type = rotary.rope_type[kind] if kind else rotary.rope_type
+        if "dynamic" in rope_type or rope_type == "longrope":  # frequencies that depend on the length
+            raise Unusual
+        self.frequencies: Tensor = getattr(rotary, f"{prefix}inv_freq").float().to(model.device)
+        self.scaling: float = getattr(rotary, f"{prefix}attention_scaling")
+        self.angle, self.cos, self.sin = (self.frequencies.new_zeros(batch, len(self.frequencies)) for _ in range(3))
+
+    def turn(self, positions: Tensor) -> None:
+        torch.mul(positions[:, None], self.frequencies, out=self.angle)
+        torch.cos(self.angle, out=self.cos)
+        torch.sin(self.angle, out=self.sin)
+        if self.scaling != 1:
+            self.cos.mul_(self.scaling)
+            self.sin.mul_(self.scaling)
+
+
+class Window:
+    """Where in a ring of this width each slot's token goes, and which places hold none yet."""
+
+    def __init__(self, width: int, positions: Tensor) -> None:
+        self.width, batch, device = width, len(positions), positions.device
+        self.first = torch.arange(batch, device=device) * width
+        self.places = torch.arange(width, device=device)
+        self.row = torch.zeros_like(positions)
+        hidden = torch.zeros(batch, width, dtype=torch.bool, device=device)
+        self.hidden, self.for_heads = hidden, hidden[:, None, None]
+
+    def move(self, positions: Tensor) -> None:
+        torch.remainder(positions, self.width, out=self.row)
+        self.row.add_(self.first)
+        torch.gt(self.places, positions[:, None], out=self.hidden)
+
+
+class Heads:
+    """Queries, keys and values [B,heads,.] as views of the packed buffer."""
+
+    def __init__(self, projections: Projections, stepper: Stepper, packed: Tensor, start: int, index: int) -> None:
+        self.projections = projections
+        widths = [linear.out_features for linear in linears_of(projections)]
+        heads = (projections.heads, projections.states, projections.states)
+        parts = packed[:, start : start + sum(widths)].split(widths, dim=1)
+        self.q, self.k, self.v = (x.unflatten(1, (h, -1)) for x, h in zip(parts, heads, strict=True))
+        self.end = start + sum(widths)
+        self.rotary: Rotary | None = None
+        if projections.planes.shape[1]:
+            angles = stepper.angles[stepper.rotary_kinds[index]]
+            self.rotary = Rotary(angles.cos, angles.sin, projections.planes)
+
+    def normed_and_turned(self) -> tuple[Tensor, Tensor]:
+        q, k = self.q, self.k
+        if self.projections.q_norm is not None and self.projections.k_norm is not None:
+            q, k = self.projections.q_norm(q), self.projections.k_norm(k)
+        if self.rotary is not None:
+            cos, sin, planes = self.rotary
+            q, k = (rotate(x[:, None], cos[:, None], sin[:, None], planes)[:, 0] for x in (q, k))
+        return q, k
+
+
+class Rule:
+    """A rule's state, and its step from the packed buffer. What a kernel does not do on the way, the layer's own
+    modules do."""
+
+    def __init__(self, rule: RecurrentAttention, stepper: Stepper, packed: Tensor, index: int) -> None:
+        self.rule, self.config, self.stepper = rule, rule.config, stepper
+        self.heads = Heads(rule.projections, stepper, packed, 0, index)
+        batch, states, d = self.heads.v.shape
+        self.gates, start = [], self.heads.end
+        for name, width in RULES[self.config.rule].gates.items():
+            end = start + rule.gates[name].out_features
+            logits, start = packed[:, start:end], end
+            self.gates.append(logits if width == "1" else logits.unflatten(1, (states, -1)))
+        dtype = torch.promote_types(stepper.dtype, torch.float32)
+        rows = d + self.config.normalizes_attention
+        self.state = torch.zeros(batch, states, rows, self.config.m, dtype=dtype, device=stepper.device)
+        self.y = packed.new_zeros(batch, rule.projections.heads, d)
+        self.no_map = type(rule.feature_map) is Identity
+        plain = self.no_map and not self.config.normalizes_sum and rule.projections.q_norm is None
+        self.fused = stepper.kernels and plain
+
+    def step(self) -> Tensor:
+        heads, stepper, normalize = self.heads, self.stepper, self.config.normalizes_attention
+        q, k = (heads.q, heads.k) if self.fused else self._features()
+        arguments = (self.config.rule, self.state, q, k, heads.v, self.gates)
+        if not stepper.kernels:
+            y = step_torch(*arguments, normalize)
+        else:
+            turned, scaled = (heads.rotary, self.rule.key_scale) if self.fused else (None, None)
+            step_kernel(*arguments, self.y, normalize, turned, scaled, stepper.overlap)
+            y = self.y
+        return y if self.rule.output_norm is None else self.rule.output_norm(y)
+
+    def _features(self) -> tuple[Tensor, Tensor]:
+        q, k = self.heads.normed_and_turned()
+        if not self.no_map:
+            q, k = (self.rule.feature_map(x[:, None])[:, 0] for x in (q, k))
+        if self.config.normalizes_sum:
+            q, k = sum_normalize(q), sum_normalize(k)
+        if self.rule.key_scale is not None:
+            k = k * self.rule.key_scale.to(k.dtype)
+        return q, k
+
+    def fill(self, slot: int, layer: Any, lengths: Tensor) -> None:
+        self.state[slot].copy_(layer.tensors["state"][0])
+
+
+class WindowAttention:
+    def __init__(
+        self,
+        local: LocalAttention,
+        shape: AttentionShape,
+        stepper: Stepper,
+        packed: Tensor,
+        start: int,
+        index: int,
+    ) -> None:
+        self.scaling = shape.scaling
+        self.heads, self.softcap = Heads(local.projections, stepper, packed, start, index), local.softcap
+        self.window = stepper.window(local.window)
+        batch, kv_heads, d = self.heads.v.shape
+        self.rings = [packed.new_zeros(batch * local.window, kv_heads * d) for _ in range(2)]
+        by_head = (ring.view(batch, local.window, kv_heads, d).transpose(1, 2) for ring in self.rings)
+        self.keys, self.values = by_head
+        self.keys = self.keys.mT
+
+    def step(self) -> Tensor:
+        q, k = self.heads.normed_and_turned()
+        for ring, new in zip(self.rings, (k, self.heads.v), strict=True):
+            ring.index_copy_(0, self.window.row, new.flatten(1))
+        logits = torch.matmul(q.unflatten(1, (self.keys.shape[1], -1)), self.keys)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        weights = logits.masked_fill_(self.window.for_heads, float("-inf")).softmax(-1)
+        return torch.matmul(weights.to(self.values.dtype), self.values).flatten(1, 2)
+
+    def fill(self, slot: int, layer: Any, lengths: Tensor) -> None:
+        past, width = layer.get_all(Past), self.window.width
+        rows = slot * width + (lengths + self.window.places[1:]) % width  # all but the next token's
+        for ring, tokens in zip(self.rings, (past.k, past.v), strict=True):
+            ring.index_copy_(0, rows, tokens[0].flatten(1))
+
+
+class KeptAttention(WindowAttention):
+    """Attention as it was: a window that holds the longest text, filled with the model's own keys and values."""
+
+    def fill(self, slot: int, layer: Any, lengths: Tensor) -> None:
+        width = self.window.width
+        count = min(layer.keys.shape[2], width)  # of a sliding window, no more
+        rows = slot * width + (lengths - count + self.window.places[:count]) % width
+        # half of the logits' scale is in a window's keys
+        for ring, held, factor in zip(self.rings, (layer.keys, layer.values), (self.scaling**0.5, 1.0), strict=True):
+            ring.index_copy_(0, rows, (held[0, :, -count:] * factor).transpose(0, 1).flatten(1))
+
+
+def linears_of(projections: Projections) -> list[Any]:
+    return [projections.q_proj, projections.k_proj, projections.v_proj]
+
+
+def rotary_kinds(model: Any, parts: Parts) -> list[str]:
+    """For each layer the kind of its rotary frequencies, where a model has several."""
+    layers = model.config.num_hidden_layers
+    if parts.rotary is None:
+        return []
+    several = isinstance(model.get_submodule(parts.rotary).rope_type, dict)
+    return list(model.config.layer_types) if several else [""] * layers
