@@ -44,6 +44,10 @@ def test_quality_of_smollm2s_long_runs() -> None:
         f"is {transferred:.2f}; distillation at 1e-3 first raises it to {raised:.2f}",
         f"brings it to {last:.2f}",
     )
+    names = ("decay", "window", "hybrid", "base")
+    parameters = [result(f"smollm2_{name}_text")["models"][0]["parameters"] for name in names]
+    a, b, c, base = (f"{2 * count / 1e6:.0f}" for count in parameters)
+    says(SMOLLM2, f"in bfloat16 {a} MB for (a), {b} for (b) and {c} for (c), where the base has {base}")
 
 
 def test_short_runs_of_smollm2() -> None:
