@@ -20,6 +20,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from fastweights.config import FastWeightsConfig
 
+# Settings that say how a model began, or what it refuses.
+NO_MATTER = ("positions", "seed", "train_length", "projection_init")
 FILE_KIND = "fastweights-state-1"
 # Two samples of one model's weights differ at most by rounding to bfloat16, about 1e-3.
 SAME_WEIGHTS = 4e-3
@@ -263,7 +265,7 @@ def _read(path: Path, model: nn.Module) -> dict[str, Tensor]:
 
 def layout(model: Any) -> str:
     """A digest of a model's parameters by name and shape, and of the settings that give a state its meaning."""
-    settings = {k: v for k, v in model.config.fastweights.items() if k not in ("positions", "seed", "train_length")}
+    settings = {k: v for k, v in model.config.fastweights.items() if k not in NO_MATTER}
     shapes = [(name, list(parameter.shape)) for name, parameter in sorted(model.named_parameters())]
     return hashlib.sha256(json.dumps([settings, shapes], sort_keys=True).encode()).hexdigest()
 

@@ -29,6 +29,8 @@ PIECE = 1024
 # A prompt of more pieces than this shows how far it has been read.
 SHOWN_FROM = 8
 WARM_UP_STEPS = 3
+# New tokens that the command makes room for in attention layers: the engine attends to all of it at every step.
+MOST_ROOM = 4096
 GREEDY = Mode(False, False, False)
 
 
@@ -40,7 +42,7 @@ def prefill(
     model: Any, ids: Tensor, state: FastWeightsCache | None = None, piece: int = PIECE, progress: bool = False
 ) -> tuple[Tensor, FastWeightsCache]:
     """Read a prompt [T] piece by piece: the logits [1,V] after it, and the state, which is advanced in place.
-    Memory is that of one piece, however long the prompt."""
+    Memory is that of one piece, however long the prompt, but for layers that are still attention."""
     state = FastWeightsCache(model.config) if state is None else state
     pieces = ids[None].split(piece, dim=1)
     shown = progress and len(pieces) > SHOWN_FROM
@@ -82,13 +84,16 @@ class Engine:
         max_length: int | None = None,
     ) -> None:
         for name, value in (("batch_size", batch_size), ("piece", piece), ("max_length", max_length)):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+                raise ConfigError(f"{name} must be a whole number, found {value!r}")
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, found {value}")
-        kept = _attention_layers(model)
+        _check_model(model)
+        kept = ", ".join(map(str, FastWeightsCache(model.config).kept))
         if kept and max_length is None:
             raise ConfigError(
-                f"{kept} are still attention, whose keys and values grow with the text: say with max_length how "
-                "many tokens the longest text has, or use model.generate"
+                f"layers {kept} are still attention and keep keys and values of the text: say with max_length how many "
+                "tokens the longest text has, or use model.generate"
             )
         self.max_length = max_length if kept else None
         self.model, self.piece, self.device = model, piece, model.device
@@ -96,7 +101,9 @@ class Engine:
         with evaluating(model):
             self.stepper = make_stepper(model, batch_size, kernels, self.max_length)
         if kept and not self.stepper.static:
-            raise NotOfKnownParts(f"{kept} are still attention, and not of parts the engine knows: use model.generate")
+            raise NotOfKnownParts(
+                f"layers {kept} are still attention, and the model is not of parts the engine knows: use model.generate"
+            )
         possible = self.on_gpu and self.stepper.static
         if graph and not possible:
             raise ConfigError("graph=True needs a CUDA device and a model whose family's parts are known; leave it out")
@@ -202,6 +209,8 @@ class Engine:
         self.model._check_length(length)
         if self.max_length is not None and length > self.max_length:
             raise ConfigError(f"prompts[{i}] may come to {length} tokens, and max_length is {self.max_length}")
+        if self.max_length is not None and state is not None:
+            state.mask_for(ids[None])  # refuses one that has seen padding
         return ids.long()
 
     def _run_all(
@@ -260,14 +269,11 @@ class Engine:
         return self.arrived.tolist()
 
 
-def _attention_layers(model: Any) -> str:
-    """In words; empty for a model that has none left."""
+def _check_model(model: Any) -> None:
     if not isinstance(model, FastWeightsMixin):
         raise ConfigError(
             f"the engine decodes converted models, found a {type(model).__name__}: convert it, or use its own generate"
         )
-    kept = FastWeightsCache(model.config).kept
-    return f"layers {', '.join(map(str, kept))}" if kept else ""
 
 
 def _end_of_text(model: Any) -> list[int]:
@@ -304,14 +310,17 @@ def continue_text(
     streamer: Any = None,
 ) -> tuple[Tensor, FastWeightsCache | None]:
     """The prompt's tokens and the new ones [1,T], and the cache that this ended with; `state` itself is left alone.
-    By the engine, or by transformers where there are beams or attention of parts that the engine does not know."""
+    By the engine, or by transformers where there are beams, or attention layers that the engine does not know or whose
+    every step would attend to much room that is never used."""
     cache = None if state is None else state.fork(num_beams)
     engine = None
-    if cache is not None and num_beams == 1:
+    if cache is not None and num_beams == 1 and (not cache.kept or max_new_tokens <= MOST_ROOM):
         seen = 0 if cache.lengths is None else int(cache.lengths[0])
         engine = _engine_for(model, seen + prompt_ids.shape[1] + max_new_tokens)
-    if engine is not None:
+    if engine is not None and cache is not None:
         new = _by_engine(engine, prompt_ids, cache, sampling, max_new_tokens, streamer)
+        if cache.kept and len(new) > 1:  # what has come to be kept
+            prefill(model, prompt_ids.new_tensor(new[:-1]), cache)
         return torch.cat([prompt_ids, prompt_ids.new_tensor([new])], dim=1), cache
     options = sampling_options(sampling) | {"max_new_tokens": max_new_tokens, "num_beams": num_beams}
     mask = torch.ones_like(prompt_ids) if state is None else state.mask_for(prompt_ids)
@@ -332,7 +341,7 @@ def _engine_for(model: Any, max_length: int) -> Engine | None:
 def _by_engine(
     engine: Engine,
     prompt_ids: Tensor,
-    state: FastWeightsCache | None,
+    state: FastWeightsCache,
     sampling: Sampling,
     max_new_tokens: int,
     streamer: Any,

@@ -48,7 +48,7 @@ def initialize(layer: FastWeightsAttention, weights: AttentionWeights) -> None:
             weights, shape, projections.states, _qk_width(projections), projections.planes.shape[1], generator
         )
         if config.projection_init == "random":
-            factors = _random_like(factors, generator)
+            factors = _random_like(factors, config.seed * 100_003 + 50_000 + layer.layer_idx)
         _fill(projections, shape, factors, weights)
         layer.rule.feature_map.draw(generator)
         _initialize_gates(layer.rule, generator)
@@ -196,8 +196,9 @@ def _widen(factors: Factors, width: int, generator: torch.Generator) -> Factors:
     return factors._replace(q=q, k=torch.cat([factors.k, random], dim=1))
 
 
-def _random_like(factors: Factors, generator: torch.Generator) -> Factors:
-    """Queries and keys that know nothing, of the size of those they stand for."""
+def _random_like(factors: Factors, seed: int) -> Factors:
+    """Random queries and keys, of the size of those they stand for; all that is drawn elsewhere stays the same."""
+    generator = torch.Generator().manual_seed(seed)
 
     def like(x: Tensor) -> Tensor:
         random = torch.randn(x.shape, generator=generator, dtype=x.dtype)

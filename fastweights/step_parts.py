@@ -1,7 +1,7 @@
 """What a block of the lean stepper (stepper.py) attends with: a rule's state, a window, or attention that was kept.
 
 Shapes: packed [B,P] = q | k | v | gates | window's q | k | v   state [B,S,d,m]
-        keys and values of a window, rings of w tokens [B*w,Hkv*d], token t of row b at b*w + t % w
+        keys and values of a window, rings of w tokens [B*Hkv*w,d], token t of head h of row b at (b*Hkv + h)*w + t % w
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastweights.families.base import Parts
-from fastweights.layer import AttentionShape, LocalAttention, Projections, RecurrentAttention, rotate
+from fastweights.layer import LocalAttention, Projections, RecurrentAttention, rotate
 from fastweights.local import Past
 from fastweights.ops.step import Rotary, step_kernel, step_torch
 from fastweights.rules import RULES
@@ -49,19 +49,19 @@ class Angles:
 
 
 class Window:
-    """Where in a ring of this width each slot's token goes, and which places hold none yet."""
+    """Where in rings of this width each slot's token goes, and which places hold none yet."""
 
-    def __init__(self, width: int, positions: Tensor) -> None:
+    def __init__(self, width: int, heads: int, positions: Tensor) -> None:
         self.width, batch, device = width, len(positions), positions.device
-        self.first = torch.arange(batch, device=device) * width
+        self.first = (torch.arange(batch * heads, device=device) * width).view(batch, heads)
         self.places = torch.arange(width, device=device)
-        self.row = torch.zeros_like(positions)
+        self.place, self.row = torch.zeros_like(positions), torch.zeros_like(self.first)
         hidden = torch.zeros(batch, width, dtype=torch.bool, device=device)
         self.hidden, self.for_heads = hidden, hidden[:, None, None]
 
     def move(self, positions: Tensor) -> None:
-        torch.remainder(positions, self.width, out=self.row)
-        self.row.add_(self.first)
+        torch.remainder(positions, self.width, out=self.place)
+        torch.add(self.first, self.place[:, None], out=self.row)
         torch.gt(self.places, positions[:, None], out=self.hidden)
 
 
@@ -138,29 +138,18 @@ class Rule:
 
 
 class WindowAttention:
-    def __init__(
-        self,
-        local: LocalAttention,
-        shape: AttentionShape,
-        stepper: Stepper,
-        packed: Tensor,
-        start: int,
-        index: int,
-    ) -> None:
-        self.scaling = shape.scaling
+    def __init__(self, local: LocalAttention, stepper: Stepper, packed: Tensor, start: int, index: int) -> None:
         self.heads, self.softcap = Heads(local.projections, stepper, packed, start, index), local.softcap
-        self.window = stepper.window(local.window)
         batch, kv_heads, d = self.heads.v.shape
-        self.rings = [packed.new_zeros(batch * local.window, kv_heads * d) for _ in range(2)]
-        by_head = (ring.view(batch, local.window, kv_heads, d).transpose(1, 2) for ring in self.rings)
-        self.keys, self.values = by_head
-        self.keys = self.keys.mT
+        self.window = stepper.window(local.window, kv_heads)
+        self.rings = [packed.new_zeros(batch * kv_heads * local.window, d) for _ in range(2)]
+        self.keys, self.values = (ring.view(batch, kv_heads, local.window, d) for ring in self.rings)
 
     def step(self) -> Tensor:
         q, k = self.heads.normed_and_turned()
         for ring, new in zip(self.rings, (k, self.heads.v), strict=True):
-            ring.index_copy_(0, self.window.row, new.flatten(1))
-        logits = torch.matmul(q.unflatten(1, (self.keys.shape[1], -1)), self.keys)
+            ring.index_copy_(0, self.window.row.view(-1), new.flatten(0, 1))
+        logits = torch.matmul(q.unflatten(1, (self.keys.shape[1], -1)), self.keys.mT)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
@@ -168,22 +157,28 @@ class WindowAttention:
         return torch.matmul(weights.to(self.values.dtype), self.values).flatten(1, 2)
 
     def fill(self, slot: int, layer: Any, lengths: Tensor) -> None:
-        past, width = layer.get_all(Past), self.window.width
-        rows = slot * width + (lengths + self.window.places[1:]) % width  # all but the next token's
-        for ring, tokens in zip(self.rings, (past.k, past.v), strict=True):
-            ring.index_copy_(0, rows, tokens[0].flatten(1))
+        past = layer.get_all(Past)
+        self.fill_with(slot, past.k[0].transpose(0, 1), past.v[0].transpose(0, 1), lengths)
+
+    def fill_with(self, slot: int, keys: Tensor, values: Tensor, lengths: Tensor) -> None:
+        """Keys and values [Hkv,n,d] of the last n tokens."""
+        count = keys.shape[1]
+        places = (lengths - count + self.window.places[:count]) % self.window.width
+        rows = (self.window.first[slot][:, None] + places).view(-1)
+        for ring, held in zip(self.rings, (keys, values), strict=True):
+            ring.index_copy_(0, rows, held.flatten(0, 1))
 
 
-class KeptAttention(WindowAttention):
-    """Attention as it was: a window that holds the longest text, filled with the model's own keys and values."""
+class KeptAttention:
+    """Attention as it was, by a window that holds the longest text: filled with the model's own keys and values."""
+
+    def __init__(self, window: WindowAttention, scaling: float) -> None:
+        self.window, self.key_scale = window, scaling**0.5  # the other half of the logits' scale is in the queries
+        self.step = window.step
 
     def fill(self, slot: int, layer: Any, lengths: Tensor) -> None:
-        width = self.window.width
-        count = min(layer.keys.shape[2], width)  # of a sliding window, no more
-        rows = slot * width + (lengths - count + self.window.places[:count]) % width
-        # half of the logits' scale is in a window's keys
-        for ring, held, factor in zip(self.rings, (layer.keys, layer.values), (self.scaling**0.5, 1.0), strict=True):
-            ring.index_copy_(0, rows, (held[0, :, -count:] * factor).transpose(0, 1).flatten(1))
+        keys, values = (held[0, :, -self.window.window.width :] for held in (layer.keys, layer.values))
+        self.window.fill_with(slot, keys * self.key_scale, values, lengths)
 
 
 def linears_of(projections: Projections) -> list[Any]:

@@ -104,17 +104,20 @@ class Stepper:
         self._read_ends(model, parts)
         self.rotary_kinds = rotary_kinds(model, parts)
         self.angles = {kind: Angles(model, parts, kind, batch) for kind in set(self.rotary_kinds)}
-        self.windows: dict[int, Window] = {}
+        self.windows: dict[tuple[int, int], Window] = {}
         self.longest = longest
         self.blocks = [_Block(self, family, block, config, i) for i, block in enumerate(family.blocks(model))]
         if self.overlap and batch > 1:
-            self._bring_states_near(cache_bytes(self.device) // 2)
+            self._bring_states_near(cache_bytes(self.device))
 
     def _bring_states_near(self, most: int) -> None:
         """Between two steps of a rule the memory has little to do: the next block's state comes into the L2 cache then,
-        unless it is larger than `most` bytes and would push itself out."""
+        unless with the weights that are read until its turn it is more than the `most` bytes that fit."""
         for block, after in pairwise(self.blocks):
-            if after.rule is not None and after.rule.state.nbytes <= most:
+            if after.rule is None:
+                continue
+            passing = sum(linear.weight.nbytes for linear in (block.up, block.down, after.inner))
+            if after.rule.state.nbytes + passing <= most:
                 pieces = after.rule.state.flatten().chunk(2)
                 for linear, piece in zip((block.up, block.down), pieces, strict=True):
                     linear.ahead = piece
@@ -141,8 +144,10 @@ class Stepper:
         options |= dict(kernel=self.kernels, overlap=self.overlap, scratch=self.scratch)
         return Linear(weight, bias, norm, **options)
 
-    def window(self, width: int) -> Window:
-        return self.windows.setdefault(width, Window(width, self.positions))
+    def window(self, width: int, heads: int) -> Window:
+        if (width, heads) not in self.windows:
+            self.windows[width, heads] = Window(width, heads, self.positions)
+        return self.windows[width, heads]
 
     @torch.inference_mode()
     def step(self) -> Tensor:
@@ -193,10 +198,11 @@ class _Block:
         self.packed = stepper.hidden.new_zeros(len(stepper.hidden), len(packed.weight))
         self.rule = None if attention.rule is None else Rule(attention.rule, stepper, self.packed, index)
         start = packed.rule_width
-        self.window = None
+        self.window: WindowAttention | KeptAttention | None = None
         if attention.window is not None:
-            kind = KeptAttention if kept else WindowAttention
-            self.window = kind(attention.window, attention.shape, stepper, self.packed, start, index)
+            self.window = WindowAttention(attention.window, stepper, self.packed, start, index)
+            if kept:
+                self.window = KeptAttention(self.window, attention.shape.scaling)
         self.share = None if attention.mix is None else attention.mix.logit.detach().sigmoid()[:, None]
         self.outer = stepper.linear(*_weight(attention.o_proj))
         up = [_weight(block.get_submodule(path)) for path in parts.up]
@@ -248,11 +254,13 @@ def _as_window(
     family: Family, attention: nn.Module, config: Any, index: int, longest: int | None
 ) -> FastWeightsAttention:
     """A layer that is still attention, as one whose window holds the longest text."""
-    strange = (x for x in attention.children() if type(x) not in (nn.Linear, Conv1D))
-    if longest is None or any(parameter.ndim > 1 for x in strange for parameter in x.parameters()):
+    strange = [x for x in attention.children() if type(x) not in (nn.Linear, Conv1D)]
+    if longest is None or any(held.ndim > 1 for x in strange for held in (*x.parameters(), *x.buffers())):
         raise Unusual
     weight, settings = next(attention.parameters()), FastWeightsConfig(rule=LOCAL, window=longest)
-    return new_layer(family, attention, config, settings, index).to(weight.device, weight.dtype).requires_grad_(False)
+    with torch.random.fork_rng(devices=[]):  # new parameters are drawn before they are overwritten
+        layer = new_layer(family, attention, config, settings, index)
+    return layer.to(weight.device, weight.dtype).requires_grad_(False)
 
 
 class _Packed:

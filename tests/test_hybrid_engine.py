@@ -12,6 +12,7 @@ from test_engine import LENGTHS, converted, greedy, texts
 from tiny import CONFIGS, config_of, pretrained, tokens
 
 import fastweights as fw
+from fastweights.cache import StateError
 from fastweights.config import ConfigError
 from fastweights.generate import continue_text, prefill
 from fastweights.stepper import Stepper
@@ -47,7 +48,7 @@ def test_a_layer_with_a_sliding_window_keeps_to_it(length: int) -> None:
     base = transformers.MistralForCausalLM(config_of("mistral", sliding_window=5)).eval()
     model = fw.convert(base, fw.FastWeightsConfig(m=6, layers=(0,)))
     engine = fw.Engine(model, max_length=50)
-    assert [block.window is None or block.window.window.width for block in engine.stepper.blocks] == [True, 5]
+    assert list(engine.stepper.windows) == [(5, 2)]
     for found, expected in logits_by_steps(engine, model, tokens(length), tokens(12, seed=9), slot=0):
         assert_close("logits", found, expected, 1e-5)
 
@@ -76,6 +77,9 @@ def test_the_room_is_said_and_kept_to() -> None:
         fw.Engine(model)
     with pytest.raises(ConfigError, match="max_length must be at least 1, found 0"):
         fw.Engine(model, max_length=0)
+    for wrong in (10.0, True, "10"):
+        with pytest.raises(ConfigError, match=f"max_length must be a whole number, found {wrong!r}"):
+            fw.Engine(model, max_length=wrong)
     engine = fw.Engine(model, max_length=10)
     assert len(engine.generate(texts(7), 4, stop_tokens=())[0]) == 4
     with pytest.raises(ConfigError, match=r"prompts\[0\] may come to 11 tokens, and max_length is 10"):
@@ -97,11 +101,63 @@ def test_attention_of_other_parts_is_left_to_transformers() -> None:
             return 2 * self.inner(x)
 
     kept.v_proj = Adapter(kept.v_proj)
-    with pytest.raises(ConfigError, match="layers 1 are still attention, and not of parts the engine knows"):
+    check_left_to_transformers(model)
+
+
+class Quantized(torch.nn.Module):
+    """Its numbers are no parameters."""
+
+    def __init__(self, inner: torch.nn.Linear) -> None:
+        super().__init__()
+        self.register_buffer("numbers", inner.weight.detach())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.numbers.T
+
+
+def test_quantized_attention_is_left_to_transformers() -> None:
+    model = converted(m=4, layers=(0,))
+    kept = model.model.layers[1].self_attn
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        setattr(kept, name, Quantized(getattr(kept, name)))
+    check_left_to_transformers(model)
+
+
+def check_left_to_transformers(model: Any) -> None:
+    with pytest.raises(ConfigError, match="layers 1 are still attention, and the model is not of parts the engine kno"):
         fw.Engine(model, max_length=20)
     prompt = tokens(5)
     found, _ = continue_text(model, prompt[None], fw.FastWeightsCache(model.config), fw.Sampling(), 6)
     assert found[0, 5:].tolist() == greedy(model, prompt, 6)
+
+
+def test_the_command_makes_no_room_that_is_hardly_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompt, engines, kept = converted(m=4, layers=(0,)), tokens(5), [], []
+    real = fw.Engine
+    monkeypatch.setattr("fastweights.generate.Engine", lambda *a, **k: engines.append(k) or real(*a, **k))
+    for most in (6, 5):
+        monkeypatch.setattr("fastweights.generate.MOST_ROOM", most)
+        found, cache = continue_text(model, prompt[None], fw.FastWeightsCache(model.config), fw.Sampling(), 6)
+        assert found[0, 5:].tolist() == greedy(model, prompt, 6)
+        kept.append((int(cache.seen), cache.attention_nbytes))
+    assert engines == [{"max_length": 11}]
+    assert kept[0] == kept[1], "the cache has seen the text but for its last token either way"
+
+
+def test_a_state_that_has_seen_padding_is_refused() -> None:
+    """The layers that are attention would attend to it."""
+    model = converted(m=4, layers=(0,))
+    ids, mask = tokens(1, 6), torch.tensor([[0, 0, 1, 1, 1, 1]])
+    with torch.no_grad():
+        state = model(ids, attention_mask=mask, use_cache=True).past_key_values
+    with pytest.raises(StateError, match="has seen padding and has attention layers"):
+        fw.Engine(model, max_length=30).generate([tokens(3)], 4, states=[state])
+
+
+def test_an_engine_draws_no_random_numbers() -> None:
+    model, state = converted(m=4, layers=(0,)), torch.get_rng_state()
+    fw.Engine(model, max_length=9)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_the_model_itself_is_untouched() -> None:

@@ -121,28 +121,29 @@ def test_uniform_gates_and_the_rescaled_values() -> None:
     assert_close("values", rule.projections.v_proj.weight, _pretrained_values() * (1 - z)[:, None], 1e-6)
 
 
+RANDOM = [dict(rule="decay", gate_init="log", window=4), dict(rule="add", feature_map="favor+", normalize="attention")]
+
+
+@pytest.mark.parametrize("settings", RANDOM, ids=["decay", "add"])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])
-def test_random_queries_and_keys_have_the_size_of_the_pretrained_ones(family: str) -> None:
-    """Values, gates and what is joined to the rule are as they would be; another seed draws others."""
-    settings: dict[str, Any] = dict(rule="decay", m=6, window=4)
+def test_random_queries_and_keys_have_the_size_of_the_pretrained_ones(family: str, settings: dict[str, Any]) -> None:
+    """All else is as it would be; another seed draws others."""
     drawn, again, other, own = (
-        family_of_converted(fw.convert(pretrained(family), fw.FastWeightsConfig(**settings, **more)))
+        family_of_converted(fw.convert(pretrained(family), fw.FastWeightsConfig(m=6, **settings, **more)))
         for more in [dict(projection_init="random")] * 2 + [dict(projection_init="random", seed=1), {}]
     )
     for name in ("q_proj", "k_proj"):
-        x, same, x_other, pretrained_x = (getattr(layer.rule.projections, name) for layer in (drawn, again, other, own))
+        x, same, x_other, model_s = (getattr(layer.rule.projections, name) for layer in (drawn, again, other, own))
         assert torch.equal(x.weight, same.weight) and not torch.equal(x.weight, x_other.weight)
-        sizes = [
-            weight.unflatten(0, (HEADS, -1)).square().mean((1, 2)).sqrt() for weight in (x.weight, pretrained_x.weight)
-        ]
+        sizes = [linear.weight.unflatten(0, (HEADS, -1)).square().mean((1, 2)).sqrt() for linear in (x, model_s)]
         assert_close(f"size of {name}", *sizes, 0.2)
-        both = torch.stack([x.weight.flatten(), pretrained_x.weight.flatten()]).detach()
+        both = torch.stack([x.weight.flatten(), model_s.weight.flatten()]).detach()
         assert abs(float(both.corrcoef()[0, 1])) < 0.15
         assert x.bias is None or not x.bias.any()
     own_state = own.state_dict()
-    for name, x in drawn.state_dict().items():
-        drawn_anew = name.startswith("rule.") and any(part in name for part in ("q_proj", "k_proj", "gates.", "v_proj"))
-        assert drawn_anew or torch.equal(x, own_state[name]), name
+    for name, numbers in drawn.state_dict().items():
+        is_drawn = name.startswith(("rule.projections.q_proj", "rule.projections.k_proj"))
+        assert is_drawn or torch.equal(numbers, own_state[name]), name
 
 
 def test_uniform_gates_are_uniform() -> None:

@@ -350,11 +350,13 @@ def test_a_kernel_stepper_is_the_model(family: str, batch: int, settings: dict[s
 
 
 def test_the_next_blocks_state_is_brought_near() -> None:
-    """All of it, by a block's two linears after its own step, unless it is too large for the cache."""
+    """All of it, by the two linears of the block before, unless it is too large for the cache."""
     model = fw.convert(pretrained("llama"), fw.FastWeightsConfig(m=6)).eval()
     stepper = Stepper(model, 3, kernels=False)
-    state = stepper.blocks[1].rule.state
-    for most, brought in ((state.nbytes - 1, False), (state.nbytes, True)):
+    block, after = stepper.blocks
+    state = after.rule.state
+    needed = state.nbytes + sum(linear.weight.nbytes for linear in (block.up, block.down, after.inner))
+    for most, brought in ((needed - 1, False), (needed, True)):
         stepper._bring_states_near(most)
         linears = [linear for block in stepper.blocks for linear in (block.up, block.down)]
         assert [linear.ahead is not None for linear in linears] == [brought, brought, False, False]
