@@ -154,6 +154,7 @@ def _write(
         "tokens": training["tokens"],
         "perplexity": perplexity,
         "ratio": perplexity[TRAINED] / perplexity[BASE],
+        "validation": {"base": training["base"]["perplexity"], "points": training["validation"]},
         "training_seconds": training["seconds"],
         "seconds": seconds,
         "cost": [{name: model[name] for name in ("name", "points")} for model in cost["models"]],
