@@ -26,10 +26,13 @@ def test_quickstart() -> None:
         README,
         f"a GPT-2 of {parameters:,} parameters",
         f"trained back on books that neither has seen: distill, {found['tokens']:,} tokens",
-        f"after {found['tokens']:,} tokens: validation perplexity",
         f"({found['seconds']:.0f} s in all)",
         f"trains it back on {WORDS[found['hardware']['threads']]} CPU cores",
     )
+    points, of_base = found["validation"]["points"], found["validation"]["base"]
+    for point in (*points[:2], points[-1]):
+        perplexity, ratio = figure(point["perplexity"], 2), f"{point['perplexity'] / of_base:.3f}"
+        says(README, f"after {point['tokens']:,} tokens: validation perplexity {perplexity}, {ratio} × the base")
     for points in zip(base["points"], decay["points"], strict=True):
         cells = [cell for p in points for cell in (f"{1e3 * p['seconds']:.1f} ms", decimal(p["bytes"]))]
         says(README, " ".join([f"{points[0]['length']:,}", *cells]))
