@@ -1,10 +1,11 @@
 """Figures in the sentences of README and docs are those of the result files. Tables filled by a program are checked in
-test_pages.py, the evidence in test_figures_evidence.py, some sentences in test_readme.py and test_rank.py."""
+test_pages.py, the evidence in test_figures_evidence.py, the ranking in test_rank.py."""
 
 from __future__ import annotations
 
 import re
 
+import pytest
 import torch
 from figures import ROOT, WORDS, Json, after_stage, million, rate, result, says, target
 from rich.filesize import decimal
@@ -42,6 +43,7 @@ def test_quickstart() -> None:
         size, near, far = sizes.get(name, (converted, state, state))
         cells = [figure(perplexity, 2), figure(perplexity / found["perplexity"]["base"], 3), f"{size:,}"]
         says(README, " ".join([name, *cells, decimal(near), decimal(far)]))
+    assert found["ratio"] <= 1.10
 
 
 def test_own_model() -> None:
@@ -106,6 +108,7 @@ def test_speed_in_the_readme() -> None:
     short, _, long = ours = [row for row in kernels["ops"] if (row["rule"], row["m"]) == ("decay", 32)]
     flash = {row["shape"]: row["forward+backward ms"] for row in kernels["peers"]}
     (rows, steps, *_), (batch, length, heads, d) = (map(int, re.findall(r"\d+", row["shape"])) for row in (short, long))
+    assert all(row["forward+backward ms"] < flash[row["shape"]] for row in ours), "with Python's launches, too"
     peak = max(row["peak extra MiB"] for row in ours)
     states = 4 * batch * length * heads * d * long["m"]
     times = [row["graph forward+backward ms"] for row in (short, long)]
@@ -117,11 +120,14 @@ def test_speed_in_the_readme() -> None:
     )
     attention, decay = (round(training["models"][name]["tokens/s"], -3) for name in ("attention", "decay"))
     decode = result("gpu_decode")["parts"]["decode"]
-    near, *_, far = sorted(row["context"] for row in decode["decay"])
+    near, *_, far = sorted({row["context"] for row in decode["decay"]})
+    made = {(row["batch"], row["context"]): row["tokens/s"] for row in decode["decay"]}
+    one, few, many = round(made[1, near], -1), round(made[32, 16384], -3), round(made[256, far], -3)
+    says(README, f"{one:,.0f} tokens/s for one text, {few:,.0f} for 32 and {many:,.0f} for 256")
     (peer,) = (row for row in decode["attention"] if "tokens/s" in row)
-    few = f"attention makes {peer['tokens/s']:,.0f} for {peer['batch']} texts of {peer['context']:,} tokens"
+    slower = f"attention makes {peer['tokens/s']:,.0f} for {peer['batch']} texts of {peer['context']:,} tokens"
     says(README, f"compiled: {decay:,.0f} tokens/s, attention {attention:,.0f} (")
-    says(README, f"after {near:,} tokens as after {far:,}; {few}")
+    says(README, f"after {near:,} tokens as after {far:,}; {slower}")
     cpu = result("decode_cpu")
     point, threads = cpu["points"][0], WORDS[cpu["hardware"]["threads"]]
     faster = f"{1e3 * point['engine']:.1f} against {1e3 * point['attention']:.1f} ms"
@@ -138,6 +144,12 @@ def test_chunked_forms_on_a_cpu() -> None:
     least, most = 2 * wide + 2 * narrow, 3 * wide + 3 * narrow
     (states,) = {rule["states"] for rule in rules.values()}
     short = [rule for rule in rules if not cpu["targets reached"][f"{rule} at least 8 times below the loop's memory"]]
+    for rule, row in rules.items():
+        chunked, loop, split = (row["seconds"][way] for way in ("chunked", "loop", "split loop"))
+        here, loops = (f"{row['peak bytes'][way] / 1e6:.0f} MB" for way in ("chunked", "split loop"))
+        times = f"{1e3 * chunked:.0f} ms | {1e3 * loop:.0f} ms, {loop / chunked:.1f} ×"
+        says(README, f"| {rule} | {times} | {1e3 * split:.0f} ms, {split / chunked:.1f} × | {here} | {loops} |")
+    first, last = cpu["decoding"]["seconds a token"].values()
     (near, after_few), (far, after_many) = cpu["decoding"]["state bytes"].items()
     assert after_few == after_many
     says(
@@ -146,7 +158,7 @@ def test_chunked_forms_on_a_cpu() -> None:
         f"output and gradients, {least:.0f} to {most:.0f} MB, are in it for both",
         f"Every S_t alone, in float32, is {states / 1e6:.0f} MB",
         f"8 times below the loop with every rule: {' and '.join(short)} stop short of it",
-        f"One token after {int(far):,} others takes as long as after {int(near):,} (ratio",
+        f"One token after {int(far):,} others takes as long as after {int(near):,} (ratio {last / first:.3f}",
     )
     gained = [rule["seconds"]["loop"] / rule["seconds"]["split loop"] for rule in rules.values()]
     says(EXPERIMENTS, f"is {min(gained):.0f} to {max(gained):.0f} times faster than the plain one")
@@ -175,11 +187,19 @@ def test_kernels_in_the_page_of_speed() -> None:
     says(SPEED, f"would take {forward_ms} forward without a backward pass and {backward_ms} backward")
     code = result("kernel_code")
     backward, triton = code["kernels"]["backward"], ".".join(code["versions"]["triton"].split(".")[:2])
+    says(SPEED, f"the backward pass issues {backward['instructions a token']:.0f} instructions a token")
     says(SPEED, f"needs all {backward['registers']} registers of a thread ([compiled for sm_90 with Triton {triton}]")
     shapes = files["first_call"]["parts"]["first_call"]["shapes"].values()
     _, meant = target(files["first_call"], "first call on a new shape: seconds")
     first, second = (f"{shape['waited seconds']:.1f}" for shape in shapes)
     says(SPEED, f"The first call of a new process took {first} s, of the next shape {second} (meant: {meant};")
+
+
+def test_tables_in_the_page_of_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from speed_page import PAGE, filled
+
+    assert filled(PAGE.read_text()) == PAGE.read_text(), "run benchmarks/speed_page.py"
 
 
 def test_random_shapes_in_the_page_of_speed() -> None:
@@ -218,7 +238,9 @@ def test_generation_and_evaluation() -> None:
     read = f"a million tokens took the packaged model {point['seconds']:.0f} s on {cores} cores"
     says("docs/generation.md", f"{read} and {memory}")
     found = result("perplexity_three_ways")
-    ours, harness, plain = (f"{way['perplexity']:.5f}" for way in found["ways"].values())
+    perplexities = [way["perplexity"] for way in found["ways"].values()]
+    assert max(perplexities) < (1 + 1e-4) * min(perplexities)
+    ours, harness, plain = (f"{perplexity:.5f}" for perplexity in perplexities)
     low = (found["ways"]["fastweights"]["nll"] - found["ways"]["lm-eval"]["nll"]) / found["tokens"]
     (samples,) = {row["samples"] for row in result("smollm2_base_tasks")["models"][0]["recall"]["pairs"]}
     says(
@@ -295,6 +317,21 @@ def test_recovery_in_the_experiments() -> None:
     taught, tuned = (", ".join(f"{ratio:.3f}" for ratio in recipe) for recipe in ratios)
     said = f"{compared['tokens']:,} tokens. Fit, transfer for a fifth of them, then distillation: {taught}."
     says(EXPERIMENTS, said, f"from the swap as it is: {tuned}.")
+
+
+def test_ratios_of_the_experiments_are_those_of_the_result_files() -> None:
+    page = (ROOT / "docs/experiments.md").read_text()
+    section = page[page.index("## Recovering quality") : page.index("## How a window joins")]
+    search, cpu = result("recovery_search"), result("recovery_cpu")
+    runs = [*search["before"].values(), *search["after"].values(), *cpu["runs"].values()]
+    base = next(run["base"] for run in search["after"].values() if run["base"] and run["length"] == 512)
+    known = {f"{perplexity / (run['base'] or base):.3f}" for run in runs for _, perplexity in run["validation"]}
+    compared = result("recipes_compared")
+    ends = [run["last"]["perplexity"] for runs in compared["runs"].values() for run in runs]
+    known |= {f"{end / compared['base']:.3f}" for end in ends} | {f"{result('quickstart')['ratio']:.3f}"}
+    written = re.findall(r"\b\d\.\d{3}\b", section)
+    assert len(written) > 40
+    assert not set(written) - known
 
 
 def test_windows_in_the_experiments() -> None:
