@@ -177,8 +177,7 @@ class KeptAttention:
         self.step = window.step
 
     def fill(self, slot: int, layer: Any, lengths: Tensor) -> None:
-        keys, values = (held[0, :, -self.window.window.width :] for held in (layer.keys, layer.values))
-        self.window.fill_with(slot, keys * self.key_scale, values, lengths)
+        self.window.fill_with(slot, layer.keys[0] * self.key_scale, layer.values[0], lengths)
 
 
 def linears_of(projections: Projections) -> list[Any]:

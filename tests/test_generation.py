@@ -179,7 +179,7 @@ def test_a_state_belongs_to_its_model(tmp_path: Path) -> None:
     model = converted()
     with torch.no_grad():
         model(tokens(1, 5), use_cache=True).past_key_values.save(tmp_path / "s", model)
-    model.config.fastweights["positions"] = "clamp"
+    model.config.fastweights |= {"positions": "clamp", "seed": 9, "train_length": 77, "projection_init": "random"}
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         fw.FastWeightsCache.load(tmp_path / "s", copy.deepcopy(model).to(dtype))
     other = converted()
