@@ -5,7 +5,6 @@ Shapes: tokens, positions [B]   hidden [B,D]   packed [B,P]   logits [B,V]; what
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from fastweights.families import Family
 from fastweights.families.base import Parts, stored_less_one
 from fastweights.layer import FastWeightsAttention
 from fastweights.models import new_layer
-from fastweights.ops.device import cache_bytes
 from fastweights.ops.linear import Linear, Norm, NormSums, Scratch
 from fastweights.ops.step import can_overlap, has_kernels
 from fastweights.step_parts import (
@@ -107,20 +105,6 @@ class Stepper:
         self.windows: dict[tuple[int, int], Window] = {}
         self.longest = longest
         self.blocks = [_Block(self, family, block, config, i) for i, block in enumerate(family.blocks(model))]
-        if self.overlap and batch > 1:
-            self._bring_states_near(cache_bytes(self.device))
-
-    def _bring_states_near(self, most: int) -> None:
-        """Between two steps of a rule the memory has little to do: the next block's state comes into the L2 cache then,
-        unless with the weights that are read until its turn it is more than the `most` bytes that fit."""
-        for block, after in pairwise(self.blocks):
-            if after.rule is None:
-                continue
-            passing = sum(linear.weight.nbytes for linear in (block.up, block.down, after.inner))
-            if after.rule.state.nbytes + passing <= most:
-                pieces = after.rule.state.flatten().chunk(2)
-                for linear, piece in zip((block.up, block.down), pieces, strict=True):
-                    linear.ahead = piece
 
     def _read_ends(self, model: Any, parts: Parts) -> None:
         config, head = model.config, model.get_output_embeddings()

@@ -201,7 +201,7 @@ def _check(name, q, k, v, gate_logits, state, normalize, mask, reset) -> None:
         )
     for (gate, width), logit in zip(gates.items(), gate_logits, strict=True):
         expected[f"{gate}_logit"] = (logit, (batch, length, heads, *widths[width]))
-    expected["state"] = (state, (batch, heads, d + normalize, m))
+    expected["state"] = (state, (batch, heads, d + int(normalize), m))
     expected |= {"mask": (mask, (batch, length)), "reset": (reset, (batch, length))}
     for argument, (tensor, shape) in expected.items():
         if tensor is not None and tuple(tensor.shape) != shape:

@@ -47,19 +47,6 @@ def _bring_near(rows, there, begin, end):
 
 
 @triton.jit
-def _bring_ahead(ahead, numbers):
-    """Numbers that a later kernel reads on their way into the L2 cache, shared by all programs; a rest too small for
-    eight lines stays."""
-    ROW: tl.constexpr = 8 * (1024 // ahead.dtype.element_ty.primitive_bitwidth)
-    ROWS: tl.constexpr = 32
-    program = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
-    programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
-    for start in range(program * ROWS * ROW, numbers, programs * ROWS * ROW):
-        first = start + tl.arange(0, ROWS) * ROW
-        _bring_near(ahead + first, first + ROW <= numbers, 0, ROW)
-
-
-@triton.jit
 def _gather(acc, sums, arrived, tile, part, SPLIT: tl.constexpr):
     """The sum of a tile's parts, always in the same order, and whether it is here: with the last program to arrive."""
     ROWS: tl.constexpr = acc.shape[0]
@@ -128,11 +115,9 @@ def linear_kernel(
     sums,
     arrived,
     norm_sums,
-    ahead,
     rows,
     n,
     k,
-    ahead_numbers,
     eps,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -149,7 +134,6 @@ def linear_kernel(
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
     PREFETCH: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
     """out = residual + activation(weight norm(x) + bias); the norm's own weight is part of `weight`. ROWS = 1: a
     product of one row with BLOCK_K >= k and without tensor cores, whose weights are on their way before the row is
@@ -196,8 +180,6 @@ def linear_kernel(
             end = tl.minimum(k, begin + share)
         if PREFETCH:
             _bring_near(first, there, begin, end)
-        if AHEAD:
-            _bring_ahead(ahead, ahead_numbers)
         _take_turn(OVERLAP)
         if RESIDUAL:
             before = tl.load(residual + at_out, inside_out, 0.0)

@@ -43,12 +43,6 @@ def shared_bytes(device: torch.device) -> int:
 
 
 @functools.cache
-def cache_bytes(device: torch.device) -> int:
-    """The L2 cache; none where nobody says."""
-    return getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) if device.type == "cuda" else 0
-
-
-@functools.cache
 def has_warp_groups(device: torch.device) -> bool:
     """Whether its tensor cores can read tiles of 64 rows and more from shared memory."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)

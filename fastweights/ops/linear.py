@@ -105,8 +105,6 @@ class Linear:
         self.activation, self.gated, self.kernel, self.overlap = activation, gated, kernel, overlap
         self.columns = weight.shape[0] // (2 if gated else 1)
         self.column: Tensor | None = None
-        # What a later kernel reads, and nobody writes meanwhile: brought near where kernels overlap.
-        self.ahead: Tensor | None = None
         if kernel and norm is not None:
             self._take_norm_in(norm)
         if kernel:
@@ -177,11 +175,9 @@ class Linear:
                 self.scratch.sums,
                 self.scratch.arrived,
                 self.scratch.sums if sums is None else sums.values,
-                x if self.ahead is None else self.ahead,
                 rows,
                 self.columns,
                 k,
-                0 if self.ahead is None else self.ahead.numel(),
                 0.0 if self.norm is None else self.norm.eps,
                 ROWS=tile.rows,
                 COLUMNS=tile.columns,
@@ -199,7 +195,6 @@ class Linear:
                 OVERLAP=self.overlap,
                 # programs of a later turn would only take the cache from those of the first
                 PREFETCH=self.overlap and rows > 1 and math.prod(grid) <= chip.processors,
-                AHEAD=self.overlap and self.ahead is not None,
                 num_warps=tile.warps,
                 num_stages=tile.stages,
                 **launch_options(self.overlap),
