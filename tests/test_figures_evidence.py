@@ -9,9 +9,9 @@ from figures import ROOT, WORDS, Json, after_stage, folder, million, rate, resul
 SMOLLM2, PAPER = "docs/smollm2.md", "docs/paper.md"
 
 
-def measured(name: str) -> tuple[list[float], list[Json], float]:
+def measured(name: str, among: str = "smollm2_") -> tuple[list[float], list[Json], float]:
     """Perplexities of wikitext, held-out wiki and books, those by position, and the mean score of the tasks."""
-    text, tasks = (result(f"smollm2_{name}_{kind}")["models"][0] for kind in ("text", "tasks"))
+    text, tasks = (result(f"{among}{name}_{kind}")["models"][0] for kind in ("text", "tasks"))
     scores = [task.get("acc_norm", task.get("acc")) for task in tasks["tasks"].values()]
     return [row["token"] for row in text["perplexity"]], text["by_position"], sum(scores) / len(scores)
 
@@ -68,6 +68,23 @@ def test_short_runs_of_smollm2() -> None:
     assert best["hidden"] < best["reference"] < best["no_transfer"] and best["reference"] < best["uniform"]
     starts = {name: run["validation"][0]["perplexity"] for name, run in runs.items()}
     first, second, third = ranked["chosen"]
+    few = [run for run in runs.values() if len(run.get("tests", [])) == 1]
+    moved_by = {name: after_stage(run, 0) for name, run in runs.items() if run in half}
+    same_half, parameters = moved_by["rate_up_more"], {n: r["model"]["parameters"] / 1e6 for n, r in runs.items()}
+    assert moved_by["output_norm"] < same_half and best["output_norm"] > best["reference"]
+    assert moved_by["no_rotary"] > same_half and best["kv_states"] < best["reference"] < best["no_rotary"]
+    assert best["random_projections"] > best["uniform"], "worth more than the gates"
+    says(
+        SMOLLM2,
+        f"and were not read there, and {WORDS[len(few)]} read wikitext's test text only",
+        f"random ones end at {best['random_projections']:.2f}. m 32 ends at {best['m_32']:.2f}",
+        f"(after transfer {moved_by['m_32']:.1f}, where m 64 has {same_half:.1f})",
+        f"without it {moved_by['no_rotary']:.2f} after transfer and {best['no_rotary']:.2f} at the end",
+        f"{parameters['kv_states']:.0f} M parameters instead of {parameters['reference']:.0f}) ends as well",
+        f"one per query head, {best['kv_states']:.2f}",
+        f"ahead after transfer ({moved_by['output_norm']:.2f}) and behind at the end ({best['output_norm']:.2f})",
+        f"and {WORDS[len(half)]} (those on the other half) cannot",
+    )
     says(
         SMOLLM2,
         f"a validation perplexity of {reference['base']['perplexity']:.2f}",
@@ -106,6 +123,36 @@ def test_long_runs_of_smollm2() -> None:
         f"{recipe['length']:,} a row, {recipe['batch_tokens']:,} a step, the three side by side on one H200",
         f"{minutes:.0f} minutes together; attention at {rates[0]} in the transfer and at {rates[1]} in the",
         f"After {transfer} M tokens of transfer its validation perplexity is",
+    )
+
+
+def test_longer_runs_of_smollm2() -> None:
+    runs = {name: result(f"smollm2_longer/{name}") for name in ("tuned", "decay", "window")}
+    found = {name: measured(name, "smollm2_longer/") for name in runs}
+    tuned, rank, page = found["tuned"][0], result("smollm2_longer/rank"), (ROOT / SMOLLM2).read_text()
+    for name, run in runs.items():
+        pairs = list(zip(found[name][0], tuned, strict=True))[1:]
+        texts = [f"{x:.2f}" if name == "tuned" else f"{x:.2f}, {x / t:.2f} ×" for x, t in pairs]
+        cells = [f"{million(run['tokens'])} M", f"{run['best']['perplexity']:.2f}", *texts]
+        cells.append(f"{100 * found[name][2]:.1f} %")
+        row = f"[tasks](../results/smollm2_longer/{name}_tasks.json)) | {' | '.join(cells)} |"
+        assert row in page, row
+    before = {name: measured(name)[0][1] / measured("tuned")[0][1] for name in ("decay", "window")}
+    now = {name: found[name][0][1] / tuned[1] for name in before}
+    stages, (_, *validations) = runs["window"]["recipe"]["stages"], runs["window"]["validation"]
+    transferred, following, *_ = [v["perplexity"] for v in validations if v["tokens"] >= stages[0]["tokens"]]
+    transfer, distill = (million(stage["tokens"]) for stage in stages)
+    assert runs["decay"]["data"] == runs["tuned"]["data"] == runs["window"]["data"]
+    says(
+        SMOLLM2,
+        f"from a base tuned on {million(runs['tuned']['tokens'])} M tokens",
+        f"with {transfer} M tokens of transfer and {distill} M of distillation",
+        f"(attention at {rate(stages[1]['learning_rate'])}, the body at {rate(stages[1]['body_learning_rate'])})",
+        f"bring (a) from {before['decay']:.2f} to {now['decay']:.2f} on wiki and (b) from {before['window']:.2f} to",
+        f"to {now['window']:.2f}; at these rates",
+        f"({transferred:.2f} after the transfer, {following:.2f} at the next validation)",
+        f"would keep layers {rank['chosen'][0]}, {rank['chosen'][1]} and {rank['chosen'][2]}",
+        f"falls from {rank['kl']:.3f} to {rank['kl_after'][-1]:.3f} before anything is trained",
     )
 
 
