@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from math import ceil
 
+import pytest
 from figures import ROOT, WORDS, Json, after_stage, folder, million, rate, result, says
+
+from fastweights.grid import load_grid
+from fastweights.recipe import Recipe
 
 SMOLLM2, PAPER = "docs/smollm2.md", "docs/paper.md"
 
@@ -124,6 +128,13 @@ def test_long_runs_of_smollm2() -> None:
         f"{minutes:.0f} minutes together; attention at {rates[0]} in the transfer and at {rates[1]} in the",
         f"After {transfer} M tokens of transfer its validation perplexity is",
     )
+
+
+@pytest.mark.parametrize("grid", ["smollm2", "paper"])
+def test_the_shipped_grid_is_what_was_run(grid: str) -> None:
+    recipes = {variant.name: variant.recipe for variant in load_grid(grid)}
+    for name, run in folder(grid).items():
+        assert Recipe.from_dict(run["recipe"]) == recipes[name], name
 
 
 def test_longer_runs_of_smollm2() -> None:
