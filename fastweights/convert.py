@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fastweights.config import ConfigError, FastWeightsConfig
 from fastweights.families import Family, family_of
 from fastweights.layer import FastWeightsAttention
-from fastweights.models import CLASSES, CheckpointError, FastWeightsMixin, check_tensors, new_layer
+from fastweights.models import CLASSES, CheckpointError, FastWeightsMixin, check_tensors, keep_softcap, new_layer
 
 
 def convert(model: Any, config: FastWeightsConfig | None = None) -> Any:
@@ -41,6 +41,7 @@ def convert(model: Any, config: FastWeightsConfig | None = None) -> Any:
     for index, layer in new.items():
         setattr(blocks[index], family.attention, layer)
     _forget_gguf(model)
+    keep_softcap(model.config)
     model.config.__class__, model.__class__ = CLASSES[family.name]
     model.config.fastweights = config.to_dict()
     model.config.architectures = [type(model).__name__]
@@ -96,6 +97,7 @@ def load(source: str | os.PathLike, **kwargs: Any) -> Any:
     )
     check_tensors(source, info, extra_is_error=False)
     _forget_gguf(model)
+    keep_softcap(model.config)
     return model
 
 

@@ -61,6 +61,12 @@ def check_tensors(source: Any, info: dict[str, Any], extra_is_error: bool) -> No
 _Base: Any = transformers.PreTrainedModel if TYPE_CHECKING else object
 
 
+def keep_softcap(config: Any) -> None:
+    """transformers 5.17 takes SDPA for Gemma 2, too, which leaves the cap of its attention's logits out."""
+    if getattr(config, "attn_logit_softcapping", None) and config._attn_implementation == "sdpa":
+        config._attn_implementation = "eager"
+
+
 class FastWeightsMixin(_Base):
     """What converted models do differently from the class they come from."""
 
@@ -70,6 +76,7 @@ class FastWeightsMixin(_Base):
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
+        keep_softcap(config)
         settings = FastWeightsConfig.from_dict(config.fastweights)
         for index, block in enumerate(self.family.blocks(self)):
             if settings.converts(index):

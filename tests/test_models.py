@@ -16,7 +16,7 @@ from tiny import CONFIGS, config_of, pretrained, tokens
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import fastweights as fw
-from fastweights.models import CLASSES
+from fastweights.models import CLASSES, keep_softcap
 
 DECAY = dict(rule="decay", m=6)
 VARIANTS = [
@@ -42,6 +42,22 @@ def test_saves_and_loads_to_the_bit(family: str, settings: dict[str, Any], tmp_p
     assert fw.FastWeightsConfig.from_dict(loaded.config.fastweights) == fw.FastWeightsConfig(**settings)
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+def test_gemma2_keeps_the_cap_of_its_logits(tmp_path: Path) -> None:
+    """By every way to a model, also where transformers would take SDPA, which has none."""
+    base = pretrained("gemma2")
+    base.save_pretrained(tmp_path / "base")
+    base.config._attn_implementation = "sdpa"
+    fw.convert(base, fw.FastWeightsConfig(m=4, layers=(0,))).save_pretrained(tmp_path / "hybrid")
+    assert base.config._attn_implementation == "eager"
+    for name in ("base", "hybrid"):
+        assert fw.load(tmp_path / name).config._attn_implementation == "eager"
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "hybrid").config._attn_implementation == "eager"
+    plain = pretrained("llama").config
+    plain._attn_implementation = "sdpa"
+    keep_softcap(plain)
+    assert plain._attn_implementation == "sdpa"
 
 
 def test_dtype_and_device_arguments(tmp_path: Path) -> None:

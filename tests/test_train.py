@@ -342,13 +342,15 @@ def test_lora_trains_little_and_leaves_an_ordinary_model(files: Files, tmp_path:
 
 def test_the_first_signal_is_noted_and_a_second_counts() -> None:
     shown: Any = SimpleNamespace(stop_signal=0, display=Display(enabled=False))
-    before = signal.getsignal(signal.SIGINT)
+    found, before = signal.getsignal(signal.SIGINT), signal.default_int_handler
+    signal.signal(signal.SIGINT, before)  # a process that was started in the background ignores it
     with Run.signals(shown):
         signal.raise_signal(signal.SIGINT)
         assert shown.stop_signal == signal.SIGINT
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+    signal.signal(signal.SIGINT, found)
 
 
 def test_a_run_may_be_in_a_thread_which_gets_no_signals(files: Files, tmp_path: Path) -> None:

@@ -26,12 +26,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", LLAMA_LIKE | dict(sliding_window=7)),
     "qwen2": ("Qwen2", LLAMA_LIKE),
     "qwen3": ("Qwen3", LLAMA_LIKE | dict(head_dim=8)),
-    "gemma2": (
-        "Gemma2",
-        LLAMA_LIKE
-        | dict(head_dim=8, sliding_window=7, query_pre_attn_scalar=8)
-        | dict(attn_implementation="eager"),  # transformers 5.17 takes sdpa, which leaves the softcap out
-    ),
+    "gemma2": ("Gemma2", LLAMA_LIKE | dict(head_dim=8, sliding_window=7, query_pre_attn_scalar=8)),
     "gemma3_text": ("Gemma3", LLAMA_LIKE | dict(head_dim=8, sliding_window=7, query_pre_attn_scalar=8)),
     "gpt_neox": ("GPTNeoX", SIZES | SPECIAL | dict(intermediate_size=48, max_position_embeddings=512)),
     "opt": ("OPT", SIZES | SPECIAL | dict(ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=96, dropout=0.0)),
