@@ -14,7 +14,7 @@ from torch import Tensor
 from fastweights.families.base import Parts
 from fastweights.layer import LocalAttention, Projections, RecurrentAttention, rotate
 from fastweights.local import Past
-from fastweights.ops.step import Rotary, step_kernel, step_torch
+from fastweights.ops.step import Rotary, has_window_kernel, step_kernel, step_torch, window_kernel
 from fastweights.rules import RULES
 from fastweights.rules.feature_maps import Identity, sum_normalize
 
@@ -58,6 +58,7 @@ class Window:
         self.place, self.row = torch.zeros_like(positions), torch.zeros_like(self.first)
         hidden = torch.zeros(batch, width, dtype=torch.bool, device=device)
         self.hidden, self.for_heads = hidden, hidden[:, None, None]
+        self.moves = False  # whether anyone but a kernel, which finds all this itself, attends by it
 
     def move(self, positions: Tensor) -> None:
         torch.remainder(positions, self.width, out=self.place)
@@ -142,10 +143,28 @@ class WindowAttention:
         self.heads, self.softcap = Heads(local.projections, stepper, packed, start, index), local.softcap
         batch, kv_heads, d = self.heads.v.shape
         self.window = stepper.window(local.window, kv_heads)
+        self.stepper, self.fused = stepper, stepper.kernels and has_window_kernel(local.window, d, stepper.device)
+        self.window.moves |= not self.fused
+        self.y = torch.zeros_like(self.heads.q, memory_format=torch.contiguous_format)
         self.rings = [packed.new_zeros(batch * kv_heads * local.window, d) for _ in range(2)]
         self.keys, self.values = (ring.view(batch, kv_heads, local.window, d) for ring in self.rings)
 
-    def step(self) -> Tensor:
+    def step(self, far: Tensor | None = None, share: Tensor | None = None) -> Tensor:
+        """y [B,H,d] of the window, or a share [H,1] of that and the rest of `far`."""
+        if self.fused:
+            return self._step_by_kernel(far, share)
+        near = self._near()
+        return near if far is None or share is None else torch.lerp(far, near, share)
+
+    def _step_by_kernel(self, far: Tensor | None, share: Tensor | None) -> Tensor:
+        heads, plain = self.heads, self.heads.projections.q_norm is None
+        q, k = (heads.q, heads.k) if plain else heads.normed_and_turned()
+        arguments = (self.keys, self.values, self.stepper.positions, q, k, heads.v, self.y)
+        turned = heads.rotary if plain else None
+        window_kernel(*arguments, turned, self.softcap, far, share, self.stepper.overlap)
+        return self.y
+
+    def _near(self) -> Tensor:
         q, k = self.heads.normed_and_turned()
         for ring, new in zip(self.rings, (k, self.heads.v), strict=True):
             ring.index_copy_(0, self.window.row.view(-1), new.flatten(0, 1))

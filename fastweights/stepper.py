@@ -146,7 +146,8 @@ class Stepper:
         for angles in self.angles.values():
             angles.turn(self.positions)
         for window in self.windows.values():
-            window.move(self.positions)
+            if window.moves:
+                window.move(self.positions)
         for block in self.blocks:
             block.step(hidden, self.sums)
         self.head(hidden, self.logits, sums=self.sums)
@@ -219,10 +220,7 @@ class _Block:
     def _attend(self) -> Tensor:
         """y [B,H,d] of the rule, of the window, or of both."""
         far = None if self.rule is None else self.rule.step()
-        near = None if self.window is None else self.window.step()
-        if far is not None and near is not None and self.share is not None:
-            return torch.lerp(far, near, self.share)
-        y = near if far is None else far
+        y = far if self.window is None else self.window.step(far, self.share)
         assert y is not None
         return y
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from compile_kernels import compile_only
 
-from fastweights.ops import decode_kernels, linear
+from fastweights.ops import linear, linear_kernels
 
 # columns, inner numbers, what stands around; each without and with a norm's sums that are given or handed on
 LAYERS: dict[str, tuple[int, int, dict[str, Any]]] = {
@@ -74,12 +74,12 @@ def compile_layer(name: str, rows: int, dtype: torch.dtype, passed: bool) -> Non
         centred = (around.get("handed_on") or kind) == "layer"
         sums = linear.NormSums(rows, k if kind else n, centred, weight.device)
         sums.parts = -(-k // 16)  # the most there can be
-    compiler = Compiler(decode_kernels.linear_kernel)
-    decode_kernels.linear_kernel = compiler  # type: ignore[assignment]
+    compiler = Compiler(linear_kernels.linear_kernel)
+    linear_kernels.linear_kernel = compiler  # type: ignore[assignment]
     try:
         layer(torch.zeros(rows, k, dtype=dtype), torch.zeros(rows, n, dtype=dtype), around.get("add", False), sums)
     finally:
-        decode_kernels.linear_kernel = compiler.kernel
+        linear_kernels.linear_kernel = compiler.kernel
     compiled, options = compiler.compiled, compiler.options
     tile = "x".join(str(options[x]) for x in ("ROWS", "COLUMNS", "BLOCK_K", "SPLIT", "num_warps", "num_stages"))
     found = check_pipeline(compiled.asm["ttgir"], options["num_stages"])

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastweights.ops.device import has_warp_groups, multiprocessors, shared_bytes
-from fastweights.ops.step import launch_options
+from fastweights.ops.step import launch_options, operand
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -151,7 +151,7 @@ class Linear:
     def _run_kernel(self, x: Tensor, out: Tensor, add: bool, sums: NormSums | None) -> None:
         from triton import cdiv
 
-        from fastweights.ops.decode_kernels import linear_kernel
+        from fastweights.ops.linear_kernels import linear_kernel
 
         rows, k = x.shape
         chip = Chip(multiprocessors(x.device), shared_bytes(x.device), has_warp_groups(x.device))
@@ -190,7 +190,7 @@ class Linear:
                 GATED=self.gated,
                 BIAS=self.bias is not None,
                 RESIDUAL=add,
-                OPERAND=_operand(self.weight.dtype),
+                OPERAND=operand(self.weight.dtype),
                 PRECISION="ieee" if self.weight.dtype == torch.float32 else "tf32",
                 OVERLAP=self.overlap,
                 # programs of a later turn would only take the cache from those of the first
@@ -204,13 +204,6 @@ class Linear:
         if sums is None or self.norm is None or (self.norm.centred and not sums.centred):
             return 0
         return sums.parts
-
-
-def _operand(dtype: torch.dtype) -> object:
-    """What goes into the tensor cores. Not float16: a number that still waits for its norm may be too large for it."""
-    import triton.language as tl
-
-    return tl.bfloat16 if dtype == torch.bfloat16 else tl.float32
 
 
 @cache

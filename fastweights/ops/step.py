@@ -1,4 +1,5 @@
-"""One token of a rule, with the state written in place: static addresses and no host in between, for CUDA graphs.
+"""One token of a rule, or of a window, with what is kept written in place: static addresses and no host in between,
+for CUDA graphs.
 
 Shapes: state [B,S,d,m] float32, contiguous   q [B,G*S,m]   k [B,S,m]   v [B,S,d]   gate logits [B,S,m], [B,S,d], [B,S]
         -> y [B,G*S,d].   normalize=True: the state's last row is the normaliser, [B,S,d+1,m].
@@ -12,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastweights.ops.device import multiprocessors, obstacle
+from fastweights.ops.device import multiprocessors, obstacle, shared_bytes
 from fastweights.rules.base import MIN_GATE_LOGIT
 from fastweights.rules.normalizer import divide
 
@@ -94,7 +95,7 @@ def step_kernel(
     """The same into y, by one kernel, with queries and keys turned and keys scaled on the way."""
     from triton import cdiv, next_power_of_2
 
-    from fastweights.ops.decode_kernels import step_kernel as kernel
+    from fastweights.ops.step_kernels import step_kernel as kernel
 
     q, k, v, *gate_logits = (x if x[0].is_contiguous() else x.contiguous() for x in (q, k, v, *gate_logits))
     (batch, states, d), m = v.shape, k.shape[-1]
@@ -132,6 +133,82 @@ def step_kernel(
             num_warps=max(1, min(8, block_d * block_m // 512)),
             **launch_options(overlap),
         )
+
+
+# Numbers of a window's keys that one program can hold beside as many values, and the bytes of shared memory that a
+# number of both takes on its way to the tensor cores (float32's).
+WINDOW_TILE, WINDOW_BYTES = 2**14, 9
+
+
+def has_window_kernel(width: int, d: int, device: torch.device) -> bool:
+    from triton import next_power_of_2
+
+    tile = max(16, next_power_of_2(width)) * max(16, next_power_of_2(d))
+    return tile <= WINDOW_TILE and WINDOW_BYTES * tile <= shared_bytes(device)
+
+
+def window_kernel(
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    y: Tensor,
+    rotary: Rotary | None = None,
+    softcap: float | None = None,
+    far: Tensor | None = None,
+    share: Tensor | None = None,
+    overlap: bool = False,
+) -> None:
+    """Attention to the last w tokens into y [B,H,d]; with `far` that much of it as `share` [H] says. The rings keys and
+    values [B,S,w,d] take in k and v [B,S,d] at positions [B] modulo w; q [B,H,d]."""
+    from triton import next_power_of_2
+
+    from fastweights.ops.step_kernels import window_kernel as kernel
+
+    q, k, v = (x if x[0].is_contiguous() else x.contiguous() for x in (q, k, v))
+    (batch, states, width, d), group = keys.shape, q.shape[1] // keys.shape[1]
+    cos, sin, planes = rotary or (y, y, y)
+    block_d, block_w = (max(16, next_power_of_2(n)) for n in (d, width))
+    with torch.cuda.device_of(y):
+        kernel[(batch * states,)](
+            keys,
+            values,
+            positions,
+            q,
+            k,
+            v,
+            cos,
+            sin,
+            planes,
+            y if far is None else far.contiguous(),
+            y if share is None else share,
+            y,
+            *(x.stride(0) for x in (q, k, v, cos)),
+            STATES=states,
+            GROUP=group,
+            D=d,
+            WIDTH=width,
+            PLANES=0 if rotary is None else planes.shape[1],
+            SOFTCAP=softcap or 0.0,
+            MIXED=far is not None,
+            OPERAND=operand(keys.dtype),
+            PRECISION="ieee" if keys.dtype == torch.float32 else "tf32",
+            BLOCK_G=max(16, next_power_of_2(group)),
+            BLOCK_D=block_d,
+            BLOCK_W=block_w,
+            OVERLAP=overlap,
+            num_warps=max(4, min(8, block_d * block_w // 2048)),
+            **launch_options(overlap),
+        )
+
+
+def operand(dtype: torch.dtype) -> object:
+    """What goes into the tensor cores. Not float16: a number that still waits for its norm may be too large for it."""
+    import triton.language as tl
+
+    return tl.bfloat16 if dtype == torch.bfloat16 else tl.float32
 
 
 def launch_options(overlap: bool) -> dict[str, bool]:

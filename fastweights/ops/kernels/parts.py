@@ -148,3 +148,11 @@ def exact_product(a, b, OPERAND: tl.constexpr):
         high = (b.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
         return product(a, high, OPERAND, "tf32") + product(a, b - high, OPERAND, "tf32")
     return product(a, b, OPERAND, "tf32x3")
+
+
+@triton.jit
+def take_turn(OVERLAP: tl.constexpr):
+    """Wait for the kernel before this one, then let the next one start."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()

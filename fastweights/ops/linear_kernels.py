@@ -1,9 +1,7 @@
-"""The Triton kernels of one decoding step: a linear layer with what stands around it, and a rule's step.
+"""The Triton kernel of a linear layer with what stands around it, in a decoding step.
 
 Shapes: x [B,K]   weight [N,K]   bias, column [N] (gated: [N*2,K] and [N*2], each gate before what it gates)
         residual, out [B,N]   norm_sums [parts,B], or [2,parts,B]: of squares, and of numbers
-        state [B,S,d,m], or [B,S,d+1,m] with a normaliser   q [B,G*S,m]   k [B,S,m]   v [B,S,d]   gates [B,S,.]
-        cos, sin [B,R]   planes [S,P]   scale [S,m]   y [B,G*S,d]
 
 OVERLAP lets a kernel start, and load what the one before it does not write, while that one still runs. Each kernel
 waits before it lets the next one start, so whatever was written two kernels ago is there at the start.
@@ -15,19 +13,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fastweights.ops.kernels.parts import FLOOR, narrowed, product
-from fastweights.rules import normalizer
+from fastweights.ops.kernels.parts import narrowed, product, take_turn
 
-SMALLEST_DIVISOR = tl.constexpr(normalizer.SMALLEST_DIVISOR)
 # Parts of a norm's sums that wait in registers while the products are made.
 PARTS_AT_ONCE = tl.constexpr(64)
-
-
-@triton.jit
-def _take_turn(OVERLAP: tl.constexpr):
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -160,7 +149,7 @@ def linear_kernel(
         w = tl.load(first[:, None] + i[None, :], tile, 0.0).to(tl.float32)
         if GATED:
             w2 = tl.load((first + k)[:, None] + i[None, :], tile, 0.0).to(tl.float32)
-        _take_turn(OVERLAP)
+        take_turn(OVERLAP)
         values = tl.load(x + along * k + i, inside, 0.0).to(tl.float32)
         total = tl.sum(values, 0)
         squares = tl.sum(values * values, 0)
@@ -180,7 +169,7 @@ def linear_kernel(
             end = tl.minimum(k, begin + share)
         if PREFETCH:
             _bring_near(first, there, begin, end)
-        _take_turn(OVERLAP)
+        take_turn(OVERLAP)
         if RESIDUAL:
             before = tl.load(residual + at_out, inside_out, 0.0)
         acc = tl.zeros([ROWS, WIDE], tl.float32)
@@ -248,115 +237,3 @@ def linear_kernel(
         tl.store(own_part, tl.sum(stored * stored, 1), row < finished)
         if HANDS_ON == "layer":
             tl.store(own_part + tl.num_programs(1) * rows, tl.sum(stored, 1), row < finished)
-
-
-@triton.jit
-def _load_turned(x, i, m, first, cos, sin, PLANES: tl.constexpr):
-    """A head's numbers, the first 2 * PLANES of them turned by the angles of their planes."""
-    values = tl.load(x + i, i < m, 0.0).to(tl.float32)
-    if PLANES > 0:
-        turned = i < 2 * PLANES
-        partner = tl.load(x + tl.where(first, i + PLANES, i - PLANES), turned, 0.0).to(tl.float32)
-        values = values * cos + tl.where(first, -partner, partner) * sin
-    return values
-
-
-@triton.jit
-def _floored(logit):
-    return tl.maximum(logit.to(tl.float32), FLOOR, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _gate(logit):
-    return tl.sigmoid(_floored(logit))
-
-
-@triton.jit
-def step_kernel(
-    state,
-    q,
-    k,
-    v,
-    gate,
-    gate2,
-    cos,
-    sin,
-    planes,
-    scale,
-    y,
-    q_stride,
-    k_stride,
-    v_stride,
-    gate_stride,
-    gate2_stride,
-    angle_stride,
-    STATES: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    PLANES: tl.constexpr,
-    RULE: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    SCALED: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    SLICES: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """One token of one state: SLICES slices of BLOCK_D rows. The rows are independent, but for the normaliser in the
-    last one: with it a program must have all slices."""
-    batch = tl.program_id(0) // STATES
-    head = tl.program_id(0) % STATES
-    i = tl.arange(0, BLOCK_M)
-    own = state + tl.program_id(0).to(tl.int64) * ((D + NORMALIZE) * M)
-    first = i < PLANES
-    c = tl.full([BLOCK_M], 1.0, tl.float32)
-    s = tl.full([BLOCK_M], 0.0, tl.float32)
-    if PLANES > 0:
-        turned = i < 2 * PLANES
-        plane = tl.load(planes + head * PLANES + tl.where(first, i, i - PLANES), turned, 0)
-        c = tl.load(cos + batch * angle_stride + plane, turned, 1.0)
-        s = tl.load(sin + batch * angle_stride + plane, turned, 0.0)
-    factor = tl.full([BLOCK_M], 1.0, tl.float32)
-    if SCALED:
-        factor = tl.load(scale + head * M + i, i < M, 0.0).to(tl.float32)
-    for part in tl.static_range(SLICES):
-        j = (tl.program_id(1) * SLICES + part) * BLOCK_D + tl.arange(0, BLOCK_D)
-        at = j[:, None] * M + i[None, :]
-        inside = (j < D)[:, None] & (i < M)[None, :]
-        held = tl.load(own + at, inside, 0.0)
-        if part == 0:
-            if NORMALIZE:
-                norm = tl.load(own + D * M + i, i < M, 0.0)
-            _take_turn(OVERLAP)
-            key = _load_turned(k + batch * k_stride + head * M, i, M, first, c, s, PLANES) * factor
-        value = tl.load(v + batch * v_stride + head * D + j, j < D, 0.0).to(tl.float32)
-        if RULE == "decay":
-            f = _gate(tl.load(gate + batch * gate_stride + head * M + i, i < M, 0.0))
-            z = _gate(tl.load(gate2 + batch * gate2_stride + head * D + j, j < D, 0.0))
-            held = held * z[:, None] * f[None, :] + value[:, None] * key[None, :]
-        elif RULE == "gated":
-            logit = _floored(tl.load(gate + batch * gate_stride + head))
-            held = tl.sigmoid(logit) * held + tl.sigmoid(-logit) * value[:, None] * key[None, :]
-        elif RULE == "delta":
-            g = tl.sigmoid(tl.load(gate + batch * gate_stride + head).to(tl.float32))
-            wrong = value - tl.sum(held * key[None, :], 1)
-            held += (g * wrong)[:, None] * key[None, :]
-        else:
-            held += value[:, None] * key[None, :]
-        if NORMALIZE and part == 0:
-            if RULE == "gated":
-                norm = tl.sigmoid(logit) * norm + tl.sigmoid(-logit) * key
-            else:
-                norm += key
-            tl.store(own + D * M + i, norm, i < M)
-        for member in tl.static_range(GROUP):
-            reader = head * GROUP + member
-            query = _load_turned(q + batch * q_stride + reader * M, i, M, first, c, s, PLANES)
-            read = tl.sum(held * query[None, :], 1)
-            if NORMALIZE:
-                divisor = tl.sum(norm * query, 0)
-                small = tl.where(divisor < 0, -SMALLEST_DIVISOR, SMALLEST_DIVISOR)
-                read = read / tl.where(tl.abs(divisor) < SMALLEST_DIVISOR, small, divisor)
-            tl.store(y + (batch * STATES * GROUP + reader) * D + j, read, j < D)
-        tl.store(own + at, held, inside)
