@@ -64,6 +64,7 @@ class Aim:
     temperature: float = 1.0
     top_k: int = 0
     compiled: bool = False
+    memory_share: float = 1.0  # of a GPU's, where other runs have the rest
 
 
 def head_loss(
@@ -76,10 +77,10 @@ def head_loss(
     return _HeadLoss.apply(*own, labels, head.softcap, aim, teacher, taught)
 
 
-def logits_at_once(device: torch.device) -> int:
+def logits_at_once(device: torch.device, memory_share: float = 1.0) -> int:
     if device.type != "cuda":
         return LOGITS_AT_ONCE
-    memory = torch.cuda.get_device_properties(device).total_memory
+    memory = memory_share * torch.cuda.get_device_properties(device).total_memory
     return min(LOGITS_ON_GPU, int(CHUNK_SHARE * memory) // BYTES_A_LOGIT)
 
 
@@ -103,7 +104,7 @@ class _HeadLoss(torch.autograd.Function):
         d_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
         d_bias = None if bias is None or not wanted[2] else torch.zeros_like(bias, dtype=wide)
         losses = []
-        chunks = -(-len(hidden) * len(weight) // logits_at_once(hidden.device))
+        chunks = -(-len(hidden) * len(weight) // logits_at_once(hidden.device, aim.memory_share))
         tokens = -(-len(hidden) // chunks)
         of_chunk = _compiled_chunk() if aim.compiled and hidden.is_cuda else _chunk
         for start in range(0, len(hidden), tokens):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -66,20 +67,29 @@ def next_tokens(batch: Batch) -> Tensor:
     return F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED).flatten()
 
 
-def next_token_loss(model: Any, batch: Batch, compiled: bool = False) -> Tensor:
+def next_token_loss(model: Any, batch: Batch, aim: Aim | None = None) -> Tensor:
     """Sum of the cross-entropy over the tokens that have a label."""
-    return head_loss(head_of(model), hidden_of(model, batch), next_tokens(batch), Aim(compiled=compiled))
+    return head_loss(head_of(model), hidden_of(model, batch), next_tokens(batch), aim or Aim())
 
 
 class Trainee(nn.Module):
     """A student with the loss of one stage. The teacher is no part of it: it is neither trained, sharded nor saved."""
 
     def __init__(
-        self, student: Any, teacher: Any, stage: Stage, recompute: bool = False, compiled: bool = False
+        self,
+        student: Any,
+        teacher: Any,
+        stage: Stage,
+        recompute: bool = False,
+        compiled: bool = False,
+        memory_share: float = 1.0,
     ) -> None:
         super().__init__()
-        self.student = student
-        self.stage, self.recompute, self.compiled = stage, recompute, compiled
+        self.student, self.stage, self.recompute = student, stage, recompute
+        self.text = Aim(compiled=compiled, memory_share=memory_share)
+        self.aim = replace(
+            self.text, cross_entropy=stage.cross_entropy, temperature=stage.temperature, top_k=stage.top_k
+        )
         self._teacher = [teacher]
 
     @property
@@ -92,14 +102,13 @@ class Trainee(nn.Module):
         if self.stage.loss == "transfer" and not score:
             return self._transfer(batch)
         if self.stage.loss == "finetune" or score:
-            return next_token_loss(self.student, batch, self.compiled)
+            return next_token_loss(self.student, batch, self.text)
         with torch.no_grad(), self._block_outputs(self.teacher) as wanted:
             taught = hidden_of(self.teacher, batch)
         with self._block_outputs(self.student) as found:
             hidden = hidden_of(self.student, batch)
-        aim = Aim(self.stage.cross_entropy, self.stage.temperature, self.stage.top_k, self.compiled)
         labels = next_tokens(batch)
-        loss = head_loss(head_of(self.student), hidden, labels, aim, head_of(self.teacher), taught)
+        loss = head_loss(head_of(self.student), hidden, labels, self.aim, head_of(self.teacher), taught)
         errors = [_error(*pair, labels) for pair in zip(found, wanted, strict=True)]
         return loss + self.stage.hidden * torch.stack(errors).mean() if errors else loss
 

@@ -127,7 +127,8 @@ class _StageRun:
         compiled = self.recipe.compile and run.device.type == "cuda"
         if compiled:
             compile_blocks(self.student, run.teacher, stage)
-        trainee = Trainee(self.student, run.teacher, stage, self.recipe.gradient_checkpointing, compiled)
+        recompute, share = self.recipe.gradient_checkpointing, run.task.memory_share
+        trainee = Trainee(self.student, run.teacher, stage, recompute, compiled, share)
         self.module = self._distribute(trainee.to(run.device))
         self.names = {parameter: name for name, parameter in self.student.named_parameters()}
         self.optimizer = make_optimizer(self.student, stage)

@@ -5,6 +5,7 @@ Shapes: hidden [N,D]   weight [V,D]
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from torch.nn import functional as F
 
 from fastweights import head
 from fastweights.head import Aim, Head, head_loss, without_head
+from fastweights.losses import Trainee
+from fastweights.recipe import Stage
 
 N, D, V = 23, 6, 11
 
@@ -68,6 +71,21 @@ def test_value_and_gradients(
             results.append((loss, *torch.autograd.grad(loss / 7, leaves)))
         for name, found, expected in zip(("loss", "hidden", "weight", "bias"), *results, strict=False):
             assert_close(name, found, expected, 1e-12)
+
+
+def test_runs_that_share_a_gpu_share_the_room_for_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, memory = torch.device("cuda"), 24 * 2**30
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=memory))
+    alone, shared = (head.logits_at_once(gpu, share) for share in (1.0, 0.25))
+    assert alone * head.BYTES_A_LOGIT <= head.CHUNK_SHARE * memory and shared == alone // 4
+    asked: list[float] = []
+    monkeypatch.setattr(head, "logits_at_once", lambda device, share: asked.append(share) or 2**20)
+    own, hidden = draw(0, False, None)
+    head_loss(own, hidden, torch.zeros(N, dtype=torch.long), Aim(memory_share=0.25))
+    assert asked == [0.25]
+    for loss in ("finetune", "distill"):
+        trainee = Trainee(None, None, Stage(loss=loss, cross_entropy=0.3, top_k=2), memory_share=0.25)
+        assert trainee.text == Aim(memory_share=0.25) and trainee.aim == Aim(0.3, top_k=2, memory_share=0.25)
 
 
 def test_a_frozen_output_layer_has_no_gradient_and_hidden_still_has() -> None:
