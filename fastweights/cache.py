@@ -211,7 +211,7 @@ class FastWeightsCache(Cache):
             tensors |= {f"{i}.{name}": value for name, value in held.items() if value is not None}
             if hasattr(layer, "cumulative_length"):
                 tensors[f"{i}.cumulative_length"] = torch.as_tensor(layer.cumulative_length)
-        tensors["model"] = weight_sample(model)
+        tensors["model"] = torch.cat(weight_samples(model))
         path, metadata = Path(path), {"kind": FILE_KIND, "model": layout(model)}
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
@@ -249,16 +249,16 @@ class FastWeightsCache(Cache):
 
 def _read(path: Path, model: nn.Module) -> dict[str, Tensor]:
     if not path.is_file():
-        raise StateError(f"no state file at {path}")
+        raise StateError(f"no state file at {path}: give one that was saved before")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise StateError(f"{path} is not a readable state file: {error}") from error
+        raise StateError(f"{path} is not a readable state file ({error}): save it again") from error
     if metadata.get("kind") != FILE_KIND:
         raise StateError(f"{path} is a safetensors file, but not a state saved by fastweights")
-    if metadata["model"] != layout(model) or not _same_weights(tensors.pop("model"), weight_sample(model)):
+    if metadata["model"] != layout(model) or not _same_weights(tensors.pop("model"), weight_samples(model)):
         raise StateError(f"the state in {path} belongs to another model: load it with the model that made it")
     return tensors
 
@@ -270,14 +270,16 @@ def layout(model: Any) -> str:
     return hashlib.sha256(json.dumps([settings, shapes], sort_keys=True).encode()).hexdigest()
 
 
-def weight_sample(model: Any) -> Tensor:
+def weight_samples(model: Any) -> list[Tensor]:
     """A few numbers of every parameter."""
     samples = []
     for _, parameter in sorted(model.named_parameters()):
         flat = parameter.detach().flatten()
         samples.append(flat[:: max(1, flat.numel() // 64)][:64].to("cpu", torch.float32))
-    return torch.cat(samples)
+    return samples
 
 
-def _same_weights(a: Tensor, b: Tensor) -> bool:
-    return bool((a - b).norm() <= SAME_WEIGHTS * b.norm())
+def _same_weights(found: Tensor, own: list[Tensor]) -> bool:
+    """Parameter by parameter, up to another precision's rounding."""
+    pairs = zip(found.split([len(part) for part in own]), own, strict=True)
+    return all(bool((a - b).norm() <= SAME_WEIGHTS * b.norm()) for a, b in pairs)

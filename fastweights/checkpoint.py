@@ -50,7 +50,7 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+        raise CheckpointError(f"{path} cannot be read: {error}; put it back, or begin a new run") from error
 
 
 def link(folder: Path, name: str, checkpoint: Path) -> None:
@@ -187,7 +187,9 @@ def read_training(checkpoint: Path) -> dict[str, Tensor]:
         with safe_open(checkpoint / TRAINING, framework="pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (it is not a dict)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{checkpoint / TRAINING} cannot be read: {error}") from error
+        raise CheckpointError(
+            f"{checkpoint / TRAINING} cannot be read: {error}; put it back, or begin a new run"
+        ) from error
 
 
 def read_log(folder: Path, until: int, write: bool) -> list[dict[str, Any]]:

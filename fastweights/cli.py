@@ -75,10 +75,13 @@ def convert(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output folder that is not empty.")] = False,
 ) -> None:
     """Replace a model's attention by fast weights. The tokenizer, where there is one, is saved with the result."""
+    from transformers.utils import logging
+
     from fastweights import convert as converter
     from fastweights.convert import load, load_tokenizer, new_folder
     from fastweights.describe import describe
 
+    logging.disable_progress_bar()
     with (
         new_folder(output, overwrite, source=model) as folder,
         Console(stderr=True).status(f"loading {escape(model)}") as status,
@@ -151,7 +154,8 @@ def generate(
     with Console(stderr=True).status(f"loading {escape(str(folder))}"):
         model, tokenizer = _load_with_tokenizer(folder, dtype, usable_device(device))
     state = start_state(model, folder, load_state, save_state)
-    prompt_ids = prompt_tokens(tokenizer, prompt, continues=load_state is not None).to(model.device)
+    vocabulary = model.config.get_text_config().vocab_size
+    prompt_ids = prompt_tokens(tokenizer, prompt, load_state is not None, vocabulary).to(model.device)
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if num_beams == 1 else None
     started = time.perf_counter()
     ids, cache = continue_text(model, prompt_ids, state, sampling, max_new_tokens, num_beams, streamer)

@@ -36,13 +36,15 @@ def evaluate(
     ] = None,
     context: Annotated[str, typer.Option(help="Tokens of a window that are seen and not scored, such as 0,480.")] = "0",
     by_position: Annotated[bool, typer.Option("--by-position", help="Loss by position in the window.")] = False,
-    position_length: Annotated[int | None, typer.Option(help="Window of --by-position; by default --length.")] = None,
+    position_length: Annotated[
+        int | None, typer.Option(min=1, help="Window of --by-position; by default --length.")
+    ] = None,
     recall: Annotated[bool, typer.Option("--recall", help="Recall of pairs and copying, by distance.")] = False,
     tasks: Annotated[str, typer.Option(help="lm-eval tasks, such as lambada,hellaswag.")] = "",
     task_folder: Annotated[
         Path | None, typer.Option(help="Folder with the tasks' JSON lines; by default lm-eval downloads them.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="Items of each task, at most.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Items of each task, at most.")] = None,
     text_field: Annotated[str, typer.Option(help="Field of JSON lines and data sets that holds the text.")] = "text",
     batch_size: Annotated[int, typer.Option(help="Windows at once.")] = 8,
     device: Annotated[str | None, typer.Option(help="Device to run on; by default a GPU where there is one.")] = None,
@@ -67,7 +69,7 @@ def evaluate(
     result = measure(
         {_short(name, models): pair for name, pair in loaded.items()},
         data=texts,
-        length=length or window_for([model for model, _ in loaded.values()]),
+        length=window_for([model for model, _ in loaded.values()]) if length is None else length,
         contexts=contexts,
         tasks=[task for task in tasks.split(",") if task],
         recall=recall,

@@ -25,10 +25,10 @@ from fastweights.convert import check_layers, load, load_tokenizer
 from fastweights.data import DataError, check_vocabulary, prepare, validation_rows
 from fastweights.families import family_of
 from fastweights.grid import GridError, Variant
-from fastweights.job import Job, Setup, work
+from fastweights.job import Job, Setup, read_result, work
 from fastweights.models import FastWeightsMixin, position_limit
 from fastweights.recipe import Stopped
-from fastweights.sources import read_text
+from fastweights.sources import given_by, read_text
 
 # A forked process has no use of the GPU once its parent had.
 PROCESSES: Any = multiprocessing.get_context("spawn")
@@ -117,22 +117,17 @@ def _prepare(setup: Setup, jobs: Sequence[Job]) -> None:
         raise GridError(f"--model {setup.model} is converted already: give the model that it was made from")
     for job in jobs:
         _check_model(job, base)
-    shown = Console(stderr=True).is_terminal  # elsewhere a bar would leave an empty line
-    texts = [prepare(text, tokenizer, limit=setup.limit, progress=shown) for text in (setup.data, setup.validation)]
+    texts = [prepare(setup.data, tokenizer, limit=setup.limit)]
+    with given_by("--validation"):
+        texts.append(prepare(setup.validation, tokenizer, limit=setup.limit))
     for tokens in texts:
         check_vocabulary(tokens, tokenizer, base.config)
     for length in {job.variant.recipe.length for job in jobs}:
         validation_rows(texts[1], length, length)
     for name, source in setup.tests.items():
-        if not _text_of_test(name, source).strip():
-            raise GridError(f"--test {name} has no text in it")
-
-
-def _text_of_test(name: str, source: str) -> str:
-    try:
-        return read_text(source)
-    except DataError as error:
-        raise GridError(f"--test {name}: {str(error).split('; --data')[0]}") from error
+        with given_by(f"--test {name}"):
+            if not read_text(source).strip():
+                raise DataError("it has no text in it")
 
 
 def _check_model(job: Job, base: Any) -> None:
@@ -149,7 +144,7 @@ def _check_model(job: Job, base: Any) -> None:
 
 def _result(job: Job) -> dict[str, Any]:
     """A run's result, its cell as the grid has it now."""
-    result = saved.read_json(job.result)
+    result = read_result(job)
     if result.get("cell") != job.variant.cell:
         result["cell"] = job.variant.cell
         saved.write_json(job.result, result)
@@ -225,7 +220,7 @@ class _Runner:
     def _end(self, job: Job, exit_code: int) -> None:
         name = job.variant.name
         if job.result.is_file():
-            _say(self.console, f"{name}: {describe(saved.read_json(job.result))}")
+            _say(self.console, f"{name}: {describe(read_result(job))}")
         elif self.outcome.stop_signal:
             self.outcome.waiting += 1
             _say(self.console, f"{name}: stopped")

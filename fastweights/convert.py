@@ -108,7 +108,10 @@ def load_tokenizer(source: str | os.PathLike) -> Any:
         return _gguf_tokenizer(folder, gguf)
     if Path(folder).is_dir() and not any(Path(folder).glob("*tokenizer*")):
         return None
-    return _load(AutoTokenizer, source)
+    try:
+        return _load(AutoTokenizer, source)
+    except CheckpointError as error:
+        raise CheckpointError(f"the tokenizer of {error}") from error
 
 
 def _gguf_tokenizer(folder: str, gguf: str) -> Any:
@@ -155,7 +158,7 @@ def _locate(source: str | os.PathLike) -> tuple[str, str | None]:
         return str(path), None
     looks_local = path.is_absolute() or str(source).startswith(("./", "../", "~")) or str(source).count("/") > 1
     if looks_local:
-        raise CheckpointError(f"no folder at {path}")
+        raise CheckpointError(f"no folder at {path}: give a model's folder, a GGUF file or a hub id")
     return str(source), None
 
 

@@ -244,7 +244,9 @@ def _write(source: Source, tokenizer: Any, settings: dict[str, Any], progress: b
     dtype = np.dtype(np.uint16 if max(len(tokenizer) - 1, *tokenizer.get_vocab().values()) < 2**16 else np.uint32)
     starts, count, largest = [], Counter[str](tokens=0), 0
     counted = ["{task.completed:,.0f} documents"] if source.size is None else [BarColumn(), DownloadColumn()]
-    bar = Progress("tokenising", *counted, console=Console(stderr=True), transient=True, disable=not progress)
+    console = Console(stderr=True)
+    shown = progress and console.is_terminal  # elsewhere a bar would leave an empty line
+    bar = Progress("tokenising", *counted, console=console, transient=True, disable=not shown)
     task = bar.add_task("", total=source.size)
     with (folder / "tokens.bin").open("wb") as file, bar:
         for text, ids, read in _encoded(source.documents, tokenizer, settings["limit"]):

@@ -19,9 +19,9 @@ from rich.progress import track
 from torch import Tensor
 from transformers import set_seed
 
-from fastweights.cache import FastWeightsCache
+from fastweights.cache import FastWeightsCache, StateError
 from fastweights.config import ConfigError, Sampling
-from fastweights.models import FastWeightsMixin, evaluating
+from fastweights.models import FastWeightsMixin, evaluating, position_limit
 from fastweights.sampling import Chooser, Mode
 from fastweights.stepper import make_stepper
 
@@ -284,19 +284,31 @@ def _end_of_text(model: Any) -> list[int]:
 def start_state(model: Any, folder: Path, load: Path | None, save: Path | None) -> FastWeightsCache | None:
     """The state before the prompt; None for a model that has none."""
     if isinstance(model, FastWeightsMixin):
-        return FastWeightsCache(model.config) if load is None else FastWeightsCache.load(load, model)
+        try:
+            return FastWeightsCache(model.config) if load is None else FastWeightsCache.load(load, model)
+        except StateError as error:
+            raise ValueError(f"--load-state: {error}") from error
     if load is not None or save is not None:
         flag = "--save-state" if load is None else "--load-state"
         raise ValueError(f"{flag} needs a converted model, and {folder} is an ordinary one: run fastweights convert")
     return None
 
 
-def prompt_tokens(tokenizer: Any, prompt: str, continues: bool) -> Tensor:
+def prompt_tokens(tokenizer: Any, prompt: str, continues: bool, vocabulary: int) -> Tensor:
     """Tokens [1,T] of the prompt; in the middle of a text nothing marks a beginning."""
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("--prompt is not UTF-8: convert it first, for example with iconv") from error
     ids = tokenizer(text, return_tensors="pt", add_special_tokens=not continues).input_ids
     if ids.shape[1] == 0:
         raise ValueError("--prompt is empty: give at least one character to continue from")
+    if int(ids.max()) >= vocabulary:
+        raise ValueError(
+            f"the tokenizer makes the token {int(ids.max())} of --prompt, and the model has {vocabulary}: the "
+            "tokenizer in its folder is another model's, save its own there"
+        )
     return ids
 
 
@@ -322,6 +334,12 @@ def continue_text(
         if cache.kept and len(new) > 1:  # what has come to be kept
             prefill(model, prompt_ids.new_tensor(new[:-1]), cache)
         return torch.cat([prompt_ids, prompt_ids.new_tensor([new])], dim=1), cache
+    limit, longest = position_limit(model), prompt_ids.shape[1] + max_new_tokens - 1
+    if state is None and limit is not None and longest > limit:
+        raise ValueError(
+            f"--max-new-tokens {max_new_tokens}: with {prompt_ids.shape[1]} tokens of the prompt the text may need "
+            f"{longest} positions, and the model has {limit}: ask for fewer"
+        )
     options = sampling_options(sampling) | {"max_new_tokens": max_new_tokens, "num_beams": num_beams}
     mask = torch.ones_like(prompt_ids) if state is None else state.mask_for(prompt_ids)
     if cache is not None:

@@ -29,7 +29,7 @@ from fastweights.convert import convert, load, load_tokenizer, save
 from fastweights.display import Display
 from fastweights.evaluate import EvaluationError, perplexity
 from fastweights.grid import GridError, Variant
-from fastweights.models import autocast
+from fastweights.models import CheckpointError, autocast
 from fastweights.provenance import write_result
 from fastweights.recipe import Recipe
 from fastweights.run import VALIDATION_BATCH_TOKENS
@@ -124,11 +124,19 @@ class Job:
         if trained or self.begun.is_file():
             found = saved.read_json(self.begun)
         else:
-            result = saved.read_json(self.result)
+            result = read_result(self)
             found = {"settings": result["model"]["settings"], "recipe": result["recipe"]}
         # what an older version did not know has its default
         config = None if found["settings"] is None else FastWeightsConfig.from_dict(found["settings"]).to_dict()
         return found | {"settings": config, "recipe": Recipe.from_dict(found["recipe"]).to_dict()}
+
+
+def read_result(job: Job) -> dict[str, Any]:
+    """Of a run that is done."""
+    try:
+        return saved.read_json(job.result)
+    except CheckpointError as error:
+        raise GridError(f"{str(error).split('; ')[0]}; delete it, and the run is done again") from error
 
 
 def _flat(value: Any, place: str = "") -> dict[str, Any]:

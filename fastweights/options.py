@@ -17,6 +17,7 @@ from fastweights.recipe import Recipe, RecipeError, Stage, Stopped
 
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 DTYPE_HELP = "Precision of the weights; by default the checkpoint's own."
+LARGEST_LAYER = 100_000
 PROFILED_HELP = "Models to compare, the base first; by default the paper's layer and the packaged model."
 LENGTHS_HELP = "Text lengths, in tokens; by default 128 to 65,536, for models on a CPU 256 to 16,384."
 COST_OUTPUT_HELP = "JSON file for the result; its figure is drawn beside it, as .png and .svg."
@@ -32,6 +33,10 @@ def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
         except ValueError as error:
             named = isinstance(error, ConfigError | RecipeError)
             _fail(_with_flags(str(error)) if named else str(error), 2, error)
+        except OSError as error:
+            if error.filename is None:
+                raise
+            _fail(f"{error.filename}: {error.strerror}", 2, error)
         except Stopped as error:
             _fail(str(error), error.exit_code, error)
 
@@ -44,7 +49,10 @@ def _fail(message: str, exit_code: int, error: Exception) -> None:
 
 
 def _with_flags(message: str) -> str:
-    """The settings that a configuration error speaks of (`name=...`, `name must ...`) as they are typed here."""
+    """The settings that a configuration error speaks of (`name=...`, `name must ...`) as they are typed here; in a file
+    and in --set they are typed otherwise."""
+    if re.match(r"--set |\S.*\.ya?ml[: ]", message):
+        return message
     names = "|".join(["lengths", *(f.name for kind in (FastWeightsConfig, Recipe, Sampling) for f in fields(kind))])
     return re.sub(rf"(?<![\w.-])({names})(?==| must\b)", lambda found: "--" + found[1].replace("_", "-"), message)
 
@@ -142,8 +150,8 @@ def parse_layers(text: str) -> tuple[int, ...]:
     layers: list[int] = []
     for part in text.split(","):
         ends = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
-        numbers = range(int(ends[1]), int(ends[2] or ends[1]) + 1) if ends else ()
-        if not numbers:
+        numbers = range(int(ends[1]), int(ends[2] or ends[1]) + 1) if ends else range(0)
+        if not numbers or numbers[-1] > LARGEST_LAYER:
             raise ConfigError(f"layers must be numbers and ranges from low to high such as 0,2,5-7, found {text!r}")
         layers.extend(numbers)
     return tuple(layers)

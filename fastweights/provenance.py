@@ -37,9 +37,9 @@ def write_text(path: str | os.PathLike, text: str | bytes) -> None:
     try:
         temporary.write_bytes(text.encode() if isinstance(text, str) else text)
         temporary.replace(path)
-    except OSError:
+    except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _commit() -> str:
@@ -55,7 +55,7 @@ def _commit() -> str:
 
 
 def _git(*arguments: str) -> str:
-    command = ["git", *arguments]
+    command = ["git", "--no-optional-locks", *arguments]  # only to look
     return subprocess.check_output(command, cwd=Path(__file__).parent, text=True, stderr=subprocess.DEVNULL).strip()
 
 

@@ -27,7 +27,7 @@ from fastweights.provenance import write_result
 from fastweights.recipe import Recipe, load_recipe
 from fastweights.report import check_matplotlib, make_report
 from fastweights.sources import documents
-from fastweights.train import Task, resume, train
+from fastweights.train import Interrupted, Task, resume, train
 
 PACKAGED = Path(__file__).parent / "packaged"
 RECOVERY_TEXT, VALIDATION_TEXT = PACKAGED / "recovery.txt.xz", PACKAGED / "validation.txt.xz"
@@ -38,12 +38,14 @@ RECALL_SAMPLES = 16
 LENGTHS = (256, 1024, 4096, 16384)
 SETTINGS = FastWeightsConfig(rule="decay", m=32, gate_init="log", window=32, train_length=WINDOW, positions="clamp")
 PROMPT = "It was a dark evening, and the old man"
+MARK = ".quickstart"
 BASE, SWAPPED, TRAINED = "base", "after the swap", "after training"
 
 
 def run(folder: Path, console: Console, recipe: Recipe | None = None) -> dict[str, Any]:
     """Measure, swap, measure, train, measure, generate, report; returns the result that is written beside the rest."""
     check_matplotlib()
+    _own(folder)
     began = time.perf_counter()
     recipe = recipe or load_recipe("quickstart")
     tokenizer = load_tokenizer(PACKAGED)
@@ -77,6 +79,15 @@ def run(folder: Path, console: Console, recipe: Recipe | None = None) -> dict[st
     return result
 
 
+def _own(folder: Path) -> None:
+    """What lies in the folder will be replaced, so it must be a quickstart's."""
+    mark = folder / MARK
+    if folder.exists() and not mark.is_file() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"--output {folder} exists and is no quickstart's: choose another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    mark.touch()
+
+
 def _say(console: Console, number: int, text: str) -> None:
     console.print(f"[bold]{number}.[/] {text}", highlight=False)
 
@@ -94,13 +105,17 @@ def _measure(name: str, model: Any, tokenizer: Any, recall: bool = True) -> dict
 def _train(folder: Path, recipe: Recipe, console: Console) -> dict[str, Any]:
     """A quickstart that was interrupted goes on where it was; one that is run again starts again."""
     target, display = folder / "training", Display(console=console)
-    if (target / saved.RUN).is_file() and not (target / saved.RESULT).is_file():
-        return resume(target, display=display)
-    if (target / saved.RUN).is_file():
-        shutil.rmtree(target)
-    model, texts = str((folder / "swapped").absolute()), (str(RECOVERY_TEXT), str(VALIDATION_TEXT))
-    task = Task(model, texts[0], recipe, validation=texts[1], device="cpu")
-    return train(task, target, display=display)
+    try:
+        if (target / saved.RUN).is_file() and not (target / saved.RESULT).is_file():
+            return resume(target, display=display)
+        if (target / saved.RUN).is_file():
+            shutil.rmtree(target)
+        model, texts = str((folder / "swapped").absolute()), (str(RECOVERY_TEXT), str(VALIDATION_TEXT))
+        task = Task(model, texts[0], recipe, validation=texts[1], device="cpu")
+        return train(task, target, display=display)
+    except Interrupted as error:
+        error.args = (f"stopped in the training; go on with: fastweights quickstart -o {folder}",)
+        raise
 
 
 def figure(value: float, digits: int) -> str:

@@ -241,7 +241,9 @@ def load_recipe(name: str | os.PathLike) -> Recipe:
         path = recipe_folder() / f"{name}.yaml"
     if not path.is_file():
         shipped = ", ".join(sorted(file.stem for file in recipe_folder().glob("*.yaml")))
-        raise RecipeError(f"--recipe {name}: no such recipe; shipped are {shipped}, or give a YAML file")
+        found = "that is a folder" if Path(name).is_dir() else "its name must end in .yaml"
+        found = found if Path(name).exists() else "no such recipe"
+        raise RecipeError(f"--recipe {name}: {found}; shipped are {shipped}, or give a YAML file")
     values = read_settings(path)
     try:
         return Recipe.from_dict(numbers(values))

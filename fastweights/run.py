@@ -31,6 +31,7 @@ from fastweights.losses import Batch, next_token_loss
 from fastweights.models import CheckpointError, FastWeightsMixin, autocast, is_low_precision, position_limit
 from fastweights.optimize import parameter_groups
 from fastweights.recipe import Recipe, Stage, Stopped
+from fastweights.sources import given_by
 
 VALIDATION_BATCH_TOKENS = 8_192
 # The size of a micro-batch, where the recipe does not say it, is an estimate from these.
@@ -178,7 +179,8 @@ class Run:
         try:
             teacher = load(name, dtype=torch.bfloat16 if self.low_precision else torch.float32)
         except CheckpointError as error:
-            raise TrainingError(f"--teacher {error}") from error
+            where = "--teacher" if self.task.teacher else f"the base of {self.task.model}, which --teacher can name:"
+            raise TrainingError(f"{where} {error}") from error
         _check_teacher(name, teacher, self.student)
         if isinstance(teacher, FastWeightsMixin) and any(stage.teaches_layers for stage in self.recipe.stages):
             raise TrainingError(f"--teacher {name} is converted itself: transfer and fit learn from attention")
@@ -217,7 +219,9 @@ class Run:
     def _prepare_validation(self) -> Batch | None:
         if self.task.validation is None:
             return None
-        return validation_rows(self._prepare(self.task.validation), self.recipe.length, self.recipe.validation_tokens)
+        with given_by("--validation"):
+            tokens = self._prepare(self.task.validation)
+        return validation_rows(tokens, self.recipe.length, self.recipe.validation_tokens)
 
     @property
     def sharded(self) -> bool:

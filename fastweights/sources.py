@@ -9,7 +9,7 @@ import lzma
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,15 @@ _BROKEN = (lzma.LZMAError, zlib.error, gzip.BadGzipFile, EOFError)
 
 class DataError(ValueError):
     """Text that cannot be read, is too little, or does not fit the model."""
+
+
+@contextmanager
+def given_by(flag: str) -> Iterator[None]:
+    """What is wrong with a text that another flag than --data gives."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{flag}: {str(error).replace('--data', 'it')}") from error
 
 
 # A document's text, and how many bytes of its file were read up to its end.

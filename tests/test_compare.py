@@ -362,7 +362,7 @@ def test_what_is_refused_on_the_command_line(files: Files, tmp_path: Path) -> No
     assert "there is no such file" in error_of(*typed(files, grid, output, *only, "--test", tmp_path / "none"))
     (tmp_path / "blank.txt").write_text(" \n")
     said = error_of(*typed(files, grid, output, *only, "--test", tmp_path / "blank.txt"))
-    assert said == "--test blank.txt has no text in it"
+    assert said == "--test blank.txt: it has no text in it"
     assert error_of(*typed(files, grid, output, *only, "--test", tmp_path / "none")).startswith("--test none: ")
     (tmp_path / "short.txt").write_text("one word\n")
     short = files._replace(validation=tmp_path / "short.txt")
