@@ -176,7 +176,8 @@ class FastWeightsCache(Cache):
         """An independent copy, each row repeated `copies` times: several continuations of one text."""
         if copies < 1:
             raise StateError(f"a state is forked into at least one copy, found copies={copies}")
-        twin = copy.deepcopy(self)
+        held = [x for layer in self.layers for x in vars(layer).values() if isinstance(x, Tensor)]
+        twin = copy.deepcopy(self, {id(x): x.detach().clone() for x in held if x.requires_grad})
         if copies > 1 and twin.batch_size > 0:
             twin.batch_repeat_interleave(copies)
         return twin

@@ -39,6 +39,7 @@ class Progress:
     best: dict[str, Any] | None = None
     base: dict[str, Any] | None = None
     data: list[int] | None = None
+    validation_data: list[int] | None = None
     stage_seconds: list[float] = field(default_factory=list)
 
 
@@ -86,7 +87,8 @@ def write_checkpoint(
     target = folder / CHECKPOINTS / f"{progress.stage}-{progress.step:07d}"
     temporary = target.with_name(f".{target.name}.tmp")
     try:
-        if not target.is_dir():
+        if not (target / TRAINING).is_file():
+            shutil.rmtree(target, ignore_errors=True)  # once the best, which nothing was to go on from
             _fill(temporary, model, weights, tokenizer, training, progress)
             _flush(temporary)
             temporary.rename(target)

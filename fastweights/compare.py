@@ -234,7 +234,7 @@ class _Runner:
 
         def stop(number: int, _frame: Any) -> None:
             self.outcome.stop_signal = number
-            signal.signal(number, before[number])
+            signal.signal(signal.SIGINT, before[signal.SIGINT])
             _say(self.console, "stopping: the runs finish their steps and save")
             self._ask_to_stop()
 

@@ -41,6 +41,7 @@ def convert(model: Any, config: FastWeightsConfig | None = None) -> Any:
     for index, layer in new.items():
         setattr(blocks[index], family.attention, layer)
     _forget_gguf(model)
+    vars(model).pop("_weight_conversions", None)  # a renaming of tensors at loading that saving would undo
     keep_softcap(model.config)
     model.config.__class__, model.__class__ = CLASSES[family.name]
     model.config.fastweights = config.to_dict()

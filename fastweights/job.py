@@ -212,7 +212,7 @@ def _train(job: Job, memory_share: float) -> dict[str, Any]:
         try:
             if (job.training / saved.RUN).is_file() and _goes_on(job):
                 print("goes on", flush=True)
-                resume(job.training, display=quiet)
+                resume(job.training, display=quiet, memory_share=memory_share)
             else:
                 print("begins", flush=True)
                 train(_begin(job, memory_share), job.training, display=quiet)

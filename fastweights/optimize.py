@@ -115,6 +115,8 @@ def make_optimizer(student: Any, stage: Stage) -> torch.optim.Optimizer:
         ):
             if chosen:
                 groups.append({"params": chosen, "peak": peak, "weight_decay": decay})
+    if not groups:
+        raise ValueError(f"the stage {stage.loss} trains nothing: with --lora only projections, and their rate is 0")
     fused = groups[0]["params"][0].is_cuda  # type: ignore[index]
     return torch.optim.AdamW(groups, lr=0.0, betas=(stage.beta1, stage.beta2), fused=fused)
 

@@ -102,7 +102,7 @@ class Run:
         self._check()
         self.teacher = self._load_teacher()
         self.tokens = self._prepare(task.data)
-        self._check_same_text()
+        self.progress.data = self._same_text(self.tokens, self.progress.data, f"--data {task.data}")
         self.batches = [self._batches(number) for number in range(len(self.recipe.stages))]
         self.validation = self._prepare_validation()
         self.began = time.perf_counter() - self.progress.seconds
@@ -200,15 +200,15 @@ class Run:
         check_vocabulary(tokens, self.tokenizer, self.student.config)
         return tokens
 
-    def _check_same_text(self) -> None:
+    def _same_text(self, tokens: TokenFile, before: list[int] | None, given: str) -> list[int]:
         """A resumed run must find the tokens that it began with."""
-        found = [len(self.tokens), zlib.crc32(self.tokens.tokens[:: max(1, len(self.tokens) // 100_000)].tobytes())]
-        if self.progress.data not in (None, found):
+        found = [len(tokens), zlib.crc32(tokens.tokens[:: max(1, len(tokens) // 100_000)].tobytes())]
+        if before not in (None, found):
             raise TrainingError(
-                f"--data {self.task.data} is not the text that the run in {self.folder} was begun with: "
+                f"{given} is not the text that the run in {self.folder} was begun with: "
                 "put that back, or begin a new run"
             )
-        self.progress.data = found
+        return found
 
     def _batches(self, number: int) -> PackedBatches:
         """The batches of a stage, each in an order of its own."""
@@ -221,6 +221,8 @@ class Run:
             return None
         with given_by("--validation"):
             tokens = self._prepare(self.task.validation)
+        given, before = f"--validation {self.task.validation}", self.progress.validation_data
+        self.progress.validation_data = self._same_text(tokens, before, given)
         return validation_rows(tokens, self.recipe.length, self.recipe.validation_tokens)
 
     @property
@@ -302,11 +304,12 @@ class Run:
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """SIGTERM and the first Ctrl-C end the run after the step it is in; a second Ctrl-C ends it at once."""
+        """SIGTERM and the first Ctrl-C end the run after the step it is in; a second Ctrl-C ends it at once. (A second
+        SIGTERM does not: whoever ends a group of processes and their parent may both send one.)"""
 
         def stop(number: int, _frame: Any) -> None:
             self.stop_signal = number
-            signal.signal(number, before[number])
+            signal.signal(signal.SIGINT, before[signal.SIGINT])
             self.display.say("stopping after this step")
 
         try:

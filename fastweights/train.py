@@ -68,8 +68,10 @@ def _absolute(source: str | None) -> str | None:
     return str(Path(source).absolute()) if source is not None and Path(source).exists() else source
 
 
-def resume(folder: str | os.PathLike, *, display: Display | None = None) -> dict[str, Any]:
-    """Go on with a run from its last checkpoint."""
+def resume(
+    folder: str | os.PathLike, *, display: Display | None = None, memory_share: float | None = None
+) -> dict[str, Any]:
+    """Go on with a run from its last checkpoint, with another share of the GPU's memory if one is given."""
     folder = Path(folder)
     if not (folder / saved.RUN).is_file():
         raise TrainingError(f"--resume {folder}: there is no run to go on with (no {saved.RUN} there)")
@@ -77,6 +79,8 @@ def resume(folder: str | os.PathLike, *, display: Display | None = None) -> dict
         task = Task.from_dict(saved.read_json(folder / saved.RUN))
     except (KeyError, TypeError) as error:
         raise TrainingError(f"{folder / saved.RUN} is not of this version of fastweights: {error}") from error
+    if memory_share is not None:
+        task = replace(task, memory_share=memory_share)
     return _go(Run(task, folder, display or Display()))
 
 

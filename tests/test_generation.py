@@ -175,6 +175,17 @@ def test_a_state_is_saved_loaded_and_forked(family: str, settings: dict[str, Any
     assert [path.name for path in tmp_path.iterdir()] == ["state.safetensors"]
 
 
+def test_a_hybrids_state_with_gradients_is_forked() -> None:
+    model, ids, more = converted(m=4, layers=(0,)), tokens(1, 5), tokens(2, 3, seed=9)
+    cache = model(ids, use_cache=True).past_key_values
+    assert any(layer.keys is not None and layer.keys.requires_grad for layer in cache.layers)
+    forked = cache.fork(2)
+    with torch.no_grad():
+        found = model(more, past_key_values=forked, attention_mask=forked.mask_for(more)).logits
+        expected = model(torch.cat([ids, more[1:]], dim=1)).logits[0, 5:]
+    assert_close("continuation", found[1], expected, 1e-5)
+
+
 def test_a_state_belongs_to_its_model(tmp_path: Path) -> None:
     model = converted()
     with torch.no_grad():

@@ -44,6 +44,19 @@ def test_saves_and_loads_to_the_bit(family: str, settings: dict[str, Any], tmp_p
         assert torch.equal(loaded(ids).logits, model(ids).logits)
 
 
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_base_from_a_disk_is_saved_and_loaded(family: str, tmp_path: Path) -> None:
+    """Loading may rename tensors, which saving would undo."""
+    pretrained(family).save_pretrained(tmp_path / "base")
+    model = fw.convert(fw.load(tmp_path / "base"), fw.FastWeightsConfig(m=4))
+    for name in ("once", "twice"):
+        model.save_pretrained(tmp_path / name)
+        loaded = fw.load(tmp_path / name)
+        with torch.no_grad():
+            assert torch.equal(loaded(tokens(1, 7)).logits, model(tokens(1, 7)).logits)
+        model = loaded
+
+
 def test_gemma2_keeps_the_cap_of_its_logits(tmp_path: Path) -> None:
     """By every way to a model, also where transformers would take SDPA, which has none."""
     base = pretrained("gemma2")

@@ -158,7 +158,8 @@ def test_seeds_that_diverged_are_counted(tmp_path: Path) -> None:
     runs = {
         "a0": in_table_2("a", 14.6, 20.0, WIKI | {"token": 30.0}, seed=0),
         "a1": in_table_2("a", 14.6, 22.0, WIKI | {"token": 32.0}, seed=1),
-        "a2": in_table_2("a", 14.6, 21.0, WIKI | {"token": NAN}, seed=2, **FAILED),
+        "a2": in_table_2("a", 14.6, 21.0, WIKI | {"token": 500.0}, seed=2, **FAILED),
+        "a3": in_table_2("a", 14.6, 21.0, WIKI | {"token": NAN}, seed=3, **FAILED),
         "b": in_table_2("b", NAN, NAN),
         "c0": in_table_2("c", 16.0, 60.0, seed=0, **FAILED),
         "c1": in_table_2("c", 16.0, 50.0, seed=1, **FAILED),
@@ -166,13 +167,13 @@ def test_seeds_that_diverged_are_counted(tmp_path: Path) -> None:
     }
     markdown, _ = report(tmp_path, runs)
     rows = {row["Table 2"]: row for row in table(section(markdown, "Table 2"), "seeds")}
-    assert rows["a"]["validation perplexity"] == "21.00 (20.00 to 22.00), 1 of 3 diverged"
-    assert rows["a"]["wiki.test.raw.xz"] == "31.00 (30.00 to 32.00), 1 of 3 diverged"
+    assert rows["a"]["validation perplexity"] == "21.00 (20.00 to 22.00), 2 of 4 diverged"
+    assert rows["a"]["wiki.test.raw.xz"] == "31.00 (30.00 to 32.00), 2 of 4 diverged"
     assert (rows["b"]["validation perplexity"], rows["b"]["paper"]) == ("diverged", "diverged")
     assert rows["c"]["validation perplexity"] == "diverged (reached 50.00)"
     assert "Not finished: d-." in section(markdown, "Table 2")
     drawn = svg_texts(tmp_path / "report" / "plots" / "comparison_table_2.svg")
-    assert {"a* (1 of 3 diverged)", "b*", "c* (2 of 2 diverged)", "d", "base model: 14.50"} <= set(drawn)
+    assert {"a* (2 of 4 diverged)", "b*", "c* (2 of 2 diverged)", "d", "base model: 14.50"} <= set(drawn)
 
 
 def test_every_table_has_a_plot_with_a_line_for_each_cell(tmp_path: Path) -> None:

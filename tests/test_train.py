@@ -349,6 +349,11 @@ def test_the_first_signal_is_noted_and_a_second_counts() -> None:
         assert shown.stop_signal == signal.SIGINT
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+    shown.stop_signal = 0
+    with Run.signals(shown):
+        for _ in range(2):  # from whoever ends a group of processes, and from the parent
+            signal.raise_signal(signal.SIGTERM)
+        assert shown.stop_signal == signal.SIGTERM
     assert signal.getsignal(signal.SIGINT) is before
     signal.signal(signal.SIGINT, found)
 

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers import run
+from helpers import run, tokenizer
 from safetensors import SafetensorError
+from tiny import pretrained
 from training import (
     CHAIN,
     FINETUNE,
@@ -37,7 +38,8 @@ from training import (
 from transformers import AutoModelForCausalLM
 
 from fastweights import checkpoint
-from fastweights.train import Diverged, Task, TrainingError, train
+from fastweights.display import Display
+from fastweights.train import Diverged, Task, TrainingError, resume, train
 
 
 @pytest.fixture(scope="module")
@@ -218,6 +220,43 @@ def test_another_text_is_not_gone_on_with(files: Files, task: Task, tmp_path: Pa
     text.write_text(files.data.read_text().replace("cat", "cow"))
     with pytest.raises(TrainingError, match=r"--data .*text\.txt is not the text that the run in .*run was begun with"):
         resume_in(tmp_path / "run")
+    text.write_text(files.validation.read_text())
+    crash_after(tmp_path / "again", make_task(files, make_recipe(), validation=str(text)), 5)
+    text.write_text(files.validation.read_text().replace("cat", "cow"))
+    with pytest.raises(TrainingError, match=r"--validation .*text\.txt is not the text that the run in .*again was"):
+        resume_in(tmp_path / "again")
+
+
+def test_a_best_checkpoint_that_becomes_the_last_is_whole(tmp_path: Path) -> None:
+    """Killed between its links, then let go of as one that nothing goes on from: it is written once more."""
+    model, run_folder = pretrained("gpt2"), tmp_path / "run"
+    weights, training = checkpoint.model_weights(model), {"moment": torch.ones(3)}
+    saved = [checkpoint.Progress(step=step, best={"step": step}) for step in (6, 5, 6)]
+    for progress in saved[:2]:
+        checkpoint.write_checkpoint(run_folder, model, weights, tokenizer(), training, progress)
+    target = run_folder / "checkpoints" / "0-0000006"
+    shutil.copytree(run_folder / "checkpoints" / "0-0000005", target)
+    (target / checkpoint.TRAINING).unlink()
+    checkpoint.write_checkpoint(run_folder, model, weights, tokenizer(), training, saved[2])
+    assert (run_folder / "last").resolve() == target
+    assert checkpoint.read_training(run_folder / "last").keys() == training.keys()
+
+
+def test_nothing_is_left_to_train_with_lora(files: Files, tmp_path: Path) -> None:
+    stages = (dict(loss="distill", tokens=STEP, learning_rate=0.0, body_learning_rate=1e-3),)
+    task = make_task(files, make_recipe(stages, lora=2))
+    with pytest.raises(ValueError, match="the stage distill trains nothing: with --lora"):
+        train_in(tmp_path / "run", task)
+
+
+def test_a_run_goes_on_with_another_share_of_the_memory(files: Files, tmp_path: Path) -> None:
+    task, shares = make_task(files, make_recipe(FINETUNE), memory_share=1.0), []
+    crash_after(tmp_path / "run", task, 2)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("fastweights.train._go", lambda found: shares.append(found.task.memory_share))
+        for share in (None, 0.25):
+            resume(tmp_path / "run", display=Display(enabled=False), memory_share=share)
+    assert shares == [1.0, 0.25]
 
 
 def test_a_run_copied_without_its_links_goes_on(files: Files, task: Task, chain: Path, tmp_path: Path) -> None:

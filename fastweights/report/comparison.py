@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fastweights.report.page import Plot, Table
-from fastweights.report.parts import plot, table
+from fastweights.report.parts import LONGEST_NAME, file_names, plot, table
 from fastweights.report.plots import COLOURS, DASHES, Line
 from fastweights.report.results import (
     DIVERGED,
@@ -31,7 +30,6 @@ PERPLEXITY = "validation perplexity"
 UNDEFINED = "N/A"
 MOST_PAIRS = 5
 # Of a table's name in a plot's title and file.
-LONGEST_NAME = 24
 
 
 @dataclass(frozen=True)
@@ -198,9 +196,11 @@ def _place(test: dict[str, Any]) -> Place:
 
 
 def _test_text(runs: Sequence[Entry], place: Place) -> str:
-    tests = [test for run in runs for test in objects(run.body, "tests") if _place(test) == place]
-    found = [finite(test.get("token")) for test in tests]
-    failed = sum(_is_broken(test.get("token")) for test in tests)
+    """A seed that diverged is counted, and not in the mean."""
+    measured = [(run, test) for run in runs for test in objects(run.body, "tests") if _place(test) == place]
+    broken = [run.diverged is not None or _is_broken(test.get("token")) for run, test in measured]
+    found = [finite(test.get("token")) for (_, test), is_broken in zip(measured, broken, strict=True) if not is_broken]
+    failed = sum(broken)
     return _mean_text([perplexity for perplexity in found if perplexity is not None], failed)
 
 
@@ -260,10 +260,7 @@ def kendall(orders: Sequence[tuple[int, int]]) -> float | None:
 
 def comparison_plots(compared: Sequence[Comparison]) -> list[list[Plot]]:
     """Of each table the validation perplexity of its runs."""
-    files: list[str] = []
-    for of in compared:
-        name = re.sub("[^a-z0-9]+", "_", of.name.lower()).strip("_")[:LONGEST_NAME] or "table"
-        files.append(name if name not in files else f"{name}_{len(files) + 1}")
+    files = file_names([of.name for of in compared])
     return [_plot(of, f"comparison_{file}") for of, file in zip(compared, files, strict=True)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from fastweights.report.results import MISSING, Entry, Result, finite, objects, 
 
 Sources = Iterable[Entry | Result]
 MOST_FILES = 8
+LONGEST_NAME = 24
 
 
 def source(sources: Sources) -> str:
@@ -19,6 +21,15 @@ def source(sources: Sources) -> str:
     files = list(dict.fromkeys(source.file for source in sources))
     shown = files if len(files) <= MOST_FILES else [*files[:2], f"{files[2]} and {len(files) - 3} more files"]
     return f"From {', '.join(shown)}."
+
+
+def file_names(names: Sequence[str]) -> list[str]:
+    """For each of the names one of a file, that no other has."""
+    files: list[str] = []
+    for name in names:
+        file = re.sub("[^a-z0-9]+", "_", name.lower()).strip("_")[:LONGEST_NAME] or "table"
+        files.append(file if file not in files else f"{file}_{len(files) + 1}")
+    return files
 
 
 def plot(file: str, panel: Panel, sources: Sources, name: str = "") -> list[Plot]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastweights.report.page import Plot, Table
-from fastweights.report.parts import by_key, colour_of, is_wide, pivot, plot, points, rows_of, table
+from fastweights.report.parts import by_key, colour_of, file_names, is_wide, pivot, plot, points, rows_of, table
 from fastweights.report.plots import Line, Panel
 from fastweights.report.results import (
     MISSING,
@@ -111,22 +112,40 @@ def _token_perplexity(model: Entry, like: dict[str, Any]) -> Any:
 
 
 def position_plots(models: Sequence[Entry]) -> list[Plot]:
-    measured = _by_position(models)
-    lines = [_line(model, models, _middles(objects(model.body, "by_position"))) for model in measured]
-    panel = Panel(
-        "Perplexity by position", "position in the text (tokens)", "perplexity", lines, log_x=True, log_y=is_wide(lines)
-    )
-    return plot("position", panel, measured)
+    """One for each text."""
+    made: list[Plot] = []
+    by_text = _by_position(models)
+    for file, (text, measured) in zip(file_names(list(by_text)), by_text.items(), strict=True):
+        lines = [_line(model, models, _middles(objects(part.body, "by_position"))) for model, part in measured]
+        title, axis = f"Perplexity by position{text and f', {text}'}", "position in the text (tokens)"
+        panel = Panel(title, axis, "perplexity", lines, log_x=True, log_y=is_wide(lines))
+        name, parts = f"position {text}".strip(), [part for _, part in measured]
+        made += plot(f"position_{file}" if text else "position", panel, parts, name=f"{name} plot")
+    return made
 
 
 def position_tables(models: Sequence[Entry]) -> list[Table]:
-    header = ["from token", "to"]
-    key = ("from", "to")
-    return pivot("position", _by_position(models), ("by_position",), key, "perplexity", perplexity_text, header=header)
+    """One for each text, named after it where there are several."""
+    made: list[Table] = []
+    for text, measured in _by_position(models).items():
+        name, header = f"position {text}".strip(), [f"{text}: from token" if text else "from token", "to"]
+        parts, key = [part for _, part in measured], ("from", "to")
+        made += pivot(name, parts, ("by_position",), key, "perplexity", perplexity_text, header=header)
+    return made
 
 
-def _by_position(models: Sequence[Entry]) -> list[Entry]:
-    return [model for model in models if objects(model.body, "by_position")]
+def _by_position(models: Sequence[Entry]) -> dict[str, list[tuple[Entry, Entry]]]:
+    """The models that were measured on each text, with what was measured on it; of one text alone the name is empty."""
+    rows = {model.label: objects(model.body, "by_position") for model in models}
+    texts = list(dict.fromkeys(str(row.get("data", "")) for found in rows.values() for row in found))
+    parts: dict[str, list[tuple[Entry, Entry]]] = {}
+    for text in texts:
+        for model in models:
+            own = [row for row in rows[model.label] if str(row.get("data", "")) == text]
+            if own:
+                part = replace(model, body=model.body | {"by_position": own})
+                parts.setdefault(text if len(texts) > 1 else "", []).append((model, part))
+    return parts
 
 
 def _middles(rows: Sequence[dict[str, Any]]) -> list[tuple[Any, Any]]:

@@ -52,6 +52,11 @@ class Entry:
     def diverged(self) -> dict[str, Any] | None:
         return self.body.get("diverged") or None
 
+    @property
+    def files(self) -> set[str]:
+        """Those of a model that was measured in parts."""
+        return set(self.file.split(", "))
+
 
 def read_results(paths: Iterable[ResultFile]) -> list[Result]:
     """Results in the order given, a file named twice only once."""
@@ -147,7 +152,7 @@ def _labelled(found: Sequence[tuple[str, str, dict[str, Any]]]) -> list[tuple[st
 def base_of(model: Entry, models: Sequence[Entry]) -> Entry | None:
     """What a model is compared with: the unconverted model of its own file, else of any, else the first of all."""
     unconverted = [other for other in models if not other.converted]
-    nearest = [other for other in unconverted if other.file == model.file] or unconverted or list(models)
+    nearest = [other for other in unconverted if other.files & model.files] or unconverted or list(models)
     return None if nearest[0] is model or not model.converted else nearest[0]
 
 
@@ -201,7 +206,7 @@ def count_text(value: Any) -> str:
     found = finite(value)
     if found is None or abs(found) < 1e6:
         return whole(value)
-    return f"{found / 1e9:.3g} B" if abs(found) >= 1e9 else f"{found / 1e6:.3g} M"
+    return f"{found / 1e9:.3g} B" if abs(found) >= 0.9995e9 else f"{found / 1e6:.3g} M"
 
 
 def percent_text(value: Any, digits: int = 1) -> str:
@@ -224,8 +229,8 @@ def seconds_text(value: Any) -> str:
     found = finite(value)
     if found is None:
         return MISSING
-    if found < 1:
-        return f"{1e3 * found:.3g} ms" if found >= 1e-3 else f"{1e6 * found:.3g} µs"
+    if found < 0.9995:
+        return f"{1e3 * found:.3g} ms" if found >= 0.9995e-3 else f"{1e6 * found:.3g} µs"
     if found < 120:
         return f"{found:.3g} s"
     return f"{found / 60:.0f} min" if found < 7200 else f"{found / 3600:.1f} h"
