@@ -120,6 +120,8 @@ class Run:
             raise TrainingError(
                 f"{self.task.model} has no tokenizer: save the model's there with tokenizer.save_pretrained"
             )
+        if self.task.shard and self.world == 1 and not (self.folder / saved.RUN).is_file():
+            raise TrainingError("--shard: there is one process only: start several with torchrun (docs/training.md)")
         self._check_lengths()
         converted = isinstance(self.student, FastWeightsMixin)
         for stage in self.recipe.stages:

@@ -139,6 +139,10 @@ def test_settings_are_named_as_they_are_typed(swapped: Path, text: Path, tmp_pat
         assert message in found and "--stages" not in found and "--length" not in found
 
 
+def test_one_process_has_nothing_to_share(swapped: Path, text: Path) -> None:
+    assert "--shard: there is one process only: start several with torchrun" in train_error(swapped, text, "--shard")
+
+
 def test_recipes_that_are_none(swapped: Path, text: Path, tmp_path: Path) -> None:
     (tmp_path / "folder.yaml").mkdir()
     for name, found in ((text, "its name must end in .yaml"), (tmp_path / "folder.yaml", "that is a folder")):
