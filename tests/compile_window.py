@@ -5,33 +5,16 @@ TRITON_INTERPRET=0 python tests/compile_window.py
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from compile_kernels import TYPES, compile_only
+from compile_kernels import TYPES
+from compile_linear import Compiler
 
 from fastweights.ops import step, step_kernels
 
 
-class Compiler:
-    """In place of the kernel: compiles what would be launched."""
-
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def compile_it(*args: Any, **options: Any) -> None:
-            compiled = compile_only(self.kernel, grid, args, **options)
-            tile = options["BLOCK_W"] * options["BLOCK_D"]
-            assert compiled.metadata.shared <= step.WINDOW_BYTES * tile
-            print(f"{compiled.metadata.shared} bytes shared, {options['num_warps']} warps", flush=True)
-
-        return compile_it
-
-
 def main() -> None:
     TYPES[torch.int64] = "*i64"
-    step_kernels.window_kernel = Compiler(step_kernels.window_kernel)  # type: ignore[assignment]
+    compiler = step_kernels.window_kernel = Compiler(step_kernels.window_kernel)  # type: ignore[assignment]
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for width, d in ((64, 64), (256, 64)):
             rings, q, k = torch.zeros(4, 3, width, d), torch.zeros(4, 9, d), torch.zeros(4, 3, d)
@@ -40,6 +23,9 @@ def main() -> None:
             turned = step.Rotary(angles, angles, torch.zeros(3, d // 2, dtype=torch.long))
             mix = (torch.zeros_like(q), torch.zeros(9, dtype=dtype))
             step.window_kernel(rings, rings, torch.zeros(4, dtype=torch.long), q, k, k, q, turned, 30.0, *mix, True)
+            shared, options = compiler.compiled.metadata.shared, compiler.options
+            assert shared <= step.WINDOW_BYTES * options["BLOCK_W"] * options["BLOCK_D"]
+            print(f"{shared} bytes shared, {options['num_warps']} warps", flush=True)
 
 
 if __name__ == "__main__":
