@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import transformers
 
+from fastweights.models import keep_softcap
+
 VOCAB = 61
 # Families differ in what they call these sizes.
 SIZES = dict(num_hidden_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=VOCAB)
@@ -46,6 +48,7 @@ def _pretrained(family: str) -> Any:
     model_class = getattr(transformers, f"{name}LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")
     torch.manual_seed(7)
     model = model_class(config_of(family)).eval()
+    keep_softcap(model.config)  # as fw.load has it
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             norm = "norm" in parameter_name or "ln_" in parameter_name
