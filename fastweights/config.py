@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 MODEL_TYPE_PREFIX = "fastweights_"
 LOCAL = "local"
 DEFAULT_LOCAL_WINDOW = 32
-LARGEST_M, LARGEST = 2**16, 2**63 - 1
+LARGEST_M, LARGEST_SEED = 2**16, 2**31
 
 RULES = ("decay", "gated", "delta", "add", LOCAL)
 FEATURE_MAPS = ("none", "relu", "elu", "dpfp", "favor+", "rfa")
@@ -101,14 +101,15 @@ class FastWeightsConfig:
 
     def _check_numbers(self) -> None:
         smallest_window = 1 if self.rule == LOCAL else 0
-        for name, value, smallest, largest in (
-            ("m", self.m, 1, LARGEST_M),
-            ("window", self.window, smallest_window, LARGEST),
-            ("train_length", self.train_length, 1, LARGEST),
-            ("seed", self.seed, 0, LARGEST),
+        for name, value, smallest in (
+            ("m", self.m, 1),
+            ("window", self.window, smallest_window),
+            ("train_length", self.train_length, 1),
+            ("seed", self.seed, 0),
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
                 raise ConfigError(f"{name} must be a whole number of at least {smallest}, found {value!r}")
+        for name, value, largest in (("m", self.m, LARGEST_M), ("seed", self.seed, LARGEST_SEED)):
             if value > largest:
                 raise ConfigError(f"{name} must be at most {largest:,}, found {value:,}")
         if not isinstance(self.output_norm, bool):

@@ -13,9 +13,8 @@ from typing import Any
 
 import yaml
 
-from fastweights.config import ConfigError, FastWeightsConfig
+from fastweights.config import LARGEST_SEED, ConfigError, FastWeightsConfig
 from fastweights.recipe import (
-    LARGEST_SEED,
     Recipe,
     RecipeError,
     change,

@@ -12,10 +12,11 @@ from typing import Any, get_type_hints
 
 import yaml
 
+from fastweights.config import LARGEST_SEED
+
 LOSSES = ("finetune", "transfer", "distill")
 PRECISIONS = ("auto", "float32", "bfloat16")
 FITS = ("none", "scale", "full")
-LARGEST_SEED = 2**31
 
 
 class RecipeError(ValueError):

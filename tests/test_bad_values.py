@@ -20,7 +20,7 @@ from tiny import pretrained
 from fastweights import quickstart
 from fastweights.cache import FastWeightsCache, StateError
 from fastweights.convert import load, save
-from fastweights.provenance import write_text
+from fastweights.provenance import provenance, write_text
 from fastweights.recipe import load_recipe
 from fastweights.run import Interrupted
 
@@ -47,7 +47,7 @@ def text(tmp_path: Path) -> Path:
     ("flags", "message"),
     [
         (["--m", 10**9], "--m must be at most 65,536, found 1,000,000,000"),
-        (["--seed", 10**22], "--seed must be at most 9,223,372,036,854,775,807"),
+        (["--seed", 2**31 + 1], "--seed must be at most 2,147,483,648, found 2,147,483,649"),
         (["--layers", "99999999999-99999999999999"], "--layers must be numbers and ranges from low to high"),
     ],
 )
@@ -112,6 +112,15 @@ def test_a_result_that_cannot_be_written(swapped: Path, text: Path, tmp_path: Pa
     done = subprocess.run([*command, "-o", str(result)], capture_output=True, text=True, preexec_fn=limit)
     assert done.returncode == 2 and f"error: {result}: File too large" in done.stderr and "Traceback" not in done.stderr
     assert list(tmp_path.glob("*result.json*")) == []
+
+
+def test_looking_for_the_commit_locks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that ends in the middle would leave the lock in the user's repository."""
+    monkeypatch.delenv("FASTWEIGHTS_COMMIT", raising=False)
+    asked: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "check_output", lambda command, **_: asked.append(command) or "found")
+    assert provenance()["commit"] == "found+"
+    assert len(asked) == 3 and all(command[:2] == ["git", "--no-optional-locks"] for command in asked)
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:

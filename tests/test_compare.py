@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -15,6 +17,7 @@ import pytest
 import torch
 import yaml
 from helpers import error_of, run, succeed
+from rich.console import Console
 from training import (
     FINETUNE,
     PROCESSES,
@@ -31,7 +34,7 @@ from training import (
     wait_until,
 )
 
-from fastweights import compare
+from fastweights import checkpoint, compare, job
 from fastweights.compare import last_logged
 from fastweights.convert import load, load_tokenizer
 from fastweights.evaluate import perplexity
@@ -194,6 +197,37 @@ def test_a_result_alone_says_what_a_run_was(files: Files, compared: tuple[Any, .
     command = [tmp_path if part == files.folder / "compared" else part for part in compared[0]]
     assert succeed(*command).stdout == compared[1].stdout
     assert "recipe.lora is 2 and was 0" in error_of(*command, "--only", "decay", "--set", "lora=2")
+
+
+def test_a_damaged_result_is_named(files: Files, compared: tuple[Any, ...], tmp_path: Path) -> None:
+    broken = tmp_path / "out/results/decay.json"
+    broken.parent.mkdir(parents=True)
+    broken.write_text((files.folder / "compared/results/decay.json").read_text()[:-100])
+    message = error_of(*typed(files, write_grid(tmp_path, RUNS), tmp_path / "out"))
+    assert message.startswith(f"{broken} cannot be read: ") and message.endswith(
+        "; delete it, and the run is done again"
+    )
+
+
+def test_a_run_goes_on_with_the_memory_there_is_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def go_on(folder: Path, **options: Any) -> None:
+        shares.append(options["memory_share"])
+        (folder / checkpoint.RESULT).write_text("{}")
+
+    shares: list[float] = []
+    (tmp_path / checkpoint.RUN).write_text("{}")
+    monkeypatch.setattr(job, "_goes_on", lambda _: True)
+    monkeypatch.setattr(job, "resume", go_on)
+    assert job._train(SimpleNamespace(training=tmp_path), 0.25) == {} and shares == [0.25]
+
+
+def test_a_second_sigterm_ends_nothing() -> None:
+    """A process group and its parent may both be sent one."""
+    runner = compare._Runner([], 1, Console(file=io.StringIO()))
+    with runner._signals():
+        for _ in range(2):
+            signal.raise_signal(signal.SIGTERM)
+    assert runner.outcome.stop_signal == signal.SIGTERM
 
 
 def test_seeds_are_runs_and_some_can_be_chosen(files: Files, tmp_path: Path) -> None:

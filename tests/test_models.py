@@ -57,7 +57,7 @@ def test_a_base_from_a_disk_is_saved_and_loaded(family: str, tmp_path: Path) -> 
         model = loaded
 
 
-def test_gemma2_keeps_the_cap_of_its_logits(tmp_path: Path) -> None:
+def test_gemma2_keeps_the_cap_of_its_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By every way to a model, also where transformers would take SDPA, which has none."""
     base = pretrained("gemma2")
     base.save_pretrained(tmp_path / "base")
@@ -66,6 +66,8 @@ def test_gemma2_keeps_the_cap_of_its_logits(tmp_path: Path) -> None:
     assert base.config._attn_implementation == "eager"
     for name in ("base", "hybrid"):
         assert fw.load(tmp_path / name).config._attn_implementation == "eager"
+    monkeypatch.setattr(transformers.Gemma2PreTrainedModel, "_supports_sdpa", True)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "base").config._attn_implementation == "sdpa"
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "hybrid").config._attn_implementation == "eager"
     plain = pretrained("llama").config
     plain._attn_implementation = "sdpa"

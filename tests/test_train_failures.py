@@ -259,6 +259,17 @@ def test_a_run_goes_on_with_another_share_of_the_memory(files: Files, tmp_path: 
     assert shares == [1.0, 0.25]
 
 
+def test_a_loss_knows_its_share_of_the_memory(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(trainee: Any, *_: Any) -> Any:
+        assert trainee.text.memory_share == trainee.aim.memory_share == 0.25
+        raise torch.OutOfMemoryError("seen")
+
+    monkeypatch.setattr("fastweights.losses.Trainee.forward", refuse)
+    task = make_task(files, make_recipe(FINETUNE), validation=None, memory_share=0.25)
+    with pytest.raises(TrainingError, match="seen"):
+        train_in(tmp_path / "run", task)
+
+
 def test_a_run_copied_without_its_links_goes_on(files: Files, task: Task, chain: Path, tmp_path: Path) -> None:
     crash_after(tmp_path / "run", task, 8)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")

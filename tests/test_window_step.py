@@ -124,6 +124,7 @@ def test_a_stepper_with_windows_by_kernels(family: str, settings: dict[str, Any]
             for slot, length in enumerate((3, 5)):
                 expected = model(text[slot : slot + 1, : length + t]).logits[0, -1].cpu()
                 assert_close("logits", found[slot], expected, 2e-5)
+    assert not any(window.place.any() for window in stepper.windows.values()), "what only torch's way needs is left out"
 
 
 @pytest.mark.gpu
