@@ -80,11 +80,10 @@ def test_training_in_the_readme() -> None:
     plain = f"plain fine-tuning on the same {compared['tokens']:,} tokens at {tuned} ({seeds}"
     says(README, f"transfer and distillation end at {taught} times the base's perplexity, {plain}")
     tokens = million(sum(stage.tokens for stage in load_recipe("distill").stages))
-    hybrid, ranked = result("smollm2_hybrid_tasks")["models"][0], len(result("smollm2_rank")["layers"])
+    hybrid, ranked = result("smollm2_25m/hybrid_tasks")["models"][0], len(result("smollm2_25m/rank")["layers"])
     says(
         README,
         f"the recipe `distill` then takes {tokens} million tokens",
-        f"SmolLM2-135M after {million(result('smollm2_long/decay')['tokens'])} million tokens",
         f"the mean score of {WORDS[len(hybrid['tasks'])]} tasks",
         f"and {ranked - len(hybrid['settings']['layers'])} of {ranked} layers attention",
     )
@@ -239,6 +238,17 @@ def test_training_and_decoding_in_the_page_of_speed() -> None:
     says(SPEED, f"Meant: {floors}, where it stops short; {rates}")
     alone, *others = result("decode_prefetch")["batches"]["256"].values()
     says(SPEED, f"batch 256 took {alone:.0f} µs", f"({min(others):,.0f} to {max(others):,.0f} µs, [result]")
+    whole, *fewer = result("decode_streams")["rows"].values()
+    assert all(min(parts.values()) == parts["1"] for parts in fewer)
+    undivided, halves, quarters = (f"{whole[parts]:.0f}" for parts in "124")
+    says(SPEED, f"{undivided} µs as one, {halves} as halves and {quarters} as quarters at 256 rows")
+    steps = result("window_step")["rows"].values()
+    ours, torchs = ([f"{step[way]:,.0f}" for step in steps] for way in ("kernel", "torch"))
+    says(
+        SPEED,
+        f"{ours[0]} µs for one text, {ours[1]} for 32 and {ours[2]} for 256",
+        f"operators took {torchs[0]}, {torchs[1]} and {torchs[2]}",
+    )
 
 
 def test_generation_and_evaluation() -> None:
