@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import ceil
+from math import ceil, log
 
 import pytest
 from figures import ROOT, WORDS, Json, after_stage, folder, million, rate, result, says
@@ -70,10 +70,16 @@ def test_quality_of_smollm2s_long_runs() -> None:
     copied = [result(f"smollm2_long/{name}_tasks")["models"][0]["recall"]["copy"] for name in names[:2]]
     assert all(row["accuracy"] == 0 for rows in copied for row in rows if row["distance"] >= 128)
     assert score_of("smollm2_long/window") > base
+    tuned = texts_of("smollm2_long/tuned")[0][0]
+    on_wikitext = [f"{texts_of(f'smollm2_long/{name}')[0][0] / tuned:.2f}" for name in names]
+    recalled = [result(f"smollm2_25m/{n}_tasks")["models"][0]["recall"]["pairs"] for n in ("hybrid", "window")]
+    pairs = [f"{100 * row['accuracy']:.0f}" for rows in recalled for row in rows if row["distance"] == 64]
     says(
         SMOLLM2,
         f"{a} times on held-out wiki and books for (a), {b} for (b), {c} for (c)",
+        f"a way of its own, all are further off: {' and '.join(', '.join(on_wikitext).rsplit(', ', 1))} times",
         f"tokens (below) had {before:.1f} %, {100 * before / base:.1f} % of the base's",
+        f"recalled {pairs[0]} % of the pairs at a distance of 64 tokens, where the (b) of its day recalled {pairs[1]}",
         f"falls from {near:.1f} on an article's first 64 tokens to {far:.1f} from token 4,096 on",
         f"starts at {first:.1f} and stays between {min(others):.1f} and {max(others):.1f}",
         f"{positions['hybrid'][-1]:.1f} from token 4,096 on. Recall",
@@ -104,6 +110,9 @@ def test_quality_of_smollm2_against_tokens() -> None:
     grown = {run: result(f"smollm2_long/{run}")["tokens"] / result(f"smollm2_25m/{run}")["tokens"] for run in RUNS}
     left = {run: gaps["long", run] / gaps["25m", run] for run in RUNS}
     assert abs(left["decay"] - 3 / 5) < 0.02 and abs(left["window"] - 3 / 4) < 0.02 and 2 < grown["window"] < 2.3
+    needed = result("smollm2_long/window")["tokens"] * (gaps["long", "window"] / 0.05) ** (
+        log(grown["window"]) / -log(left["window"])
+    )
     first, second = (result(f"smollm2_{generation}/window") for generation in ("25m", "36m"))
     transferred, raised, *_, last = [v["perplexity"] for v in first["validation"]][1:]
     for later in (second, result("smollm2_long/window")):
@@ -113,6 +122,7 @@ def test_quality_of_smollm2_against_tokens() -> None:
     *few, final = sorted(set(range(30)) - set(result("smollm2_25m/hybrid_text")["models"][0]["settings"]["layers"]))
     says(
         SMOLLM2,
+        f"as a power of the tokens, (b) needs {round(needed, -7) / 1e6:.0f} M for 1.05 on wiki",
         f"while its tokens grow to {grown['decay']:.1f} times",
         f"distilled at {rate(first['recipe']['stages'][1]['learning_rate'])} like (a)",
         f"rose from {transferred:.2f} after the transfer to {raised:.2f} before it fell to {last:.2f}",
@@ -213,7 +223,9 @@ def test_long_runs_of_smollm2() -> None:
         f"{recipe['length']:,} a row, {recipe['batch_tokens']:,} a step, the two side by side on one H200",
         f"{minutes:.0f} minutes together; attention at {first} in the transfer, in",
         f"at {rates[0]} for (a) and at {rates[1]} for (b) (`recipes/grids/smollm2_long.yaml`), at {rates[2]} for (c)",
-        f"the tuned base had {million(tuned['tokens'])} M tokens, (a) {million(decay['tokens'])} M after that",
+        f"the tuned base had {million(tuned['tokens'])} M tokens, (a) {million(decay['tokens'])} M after that, "
+        f"(b) {million(window['tokens'])} M and (c) {more} M after (b)",
+        f"(a), (b) and (c) below are {minutes + (tuned['seconds'] + hybrid['seconds']) / 60:.0f} minutes of one GPU",
         f"it chose layers {ranked['chosen'][0]}, {ranked['chosen'][1]} and {ranked['chosen'][2]}",
         f"{ranked['seconds']:.0f} seconds beside two trainings",
         f"the teacher falls from {ranked['kl']:.3f} to {ranked['kl_after'][-1]:.3f} before anything is trained",
