@@ -179,7 +179,9 @@ def train(
         typer.Option(help="Text to train on: a file (text, JSON lines, parquet; .xz, .gz), a folder, or hf:NAME."),
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="New folder for the run.")] = None,
-    recipe: Annotated[str, typer.Option(help="Name of a shipped recipe (paper, distill), or a YAML file.")] = "distill",
+    recipe: Annotated[
+        str, typer.Option(help="Name of a shipped recipe (distill, finetune, finish, paper), or a YAML file.")
+    ] = "distill",
     validation: Annotated[str | None, typer.Option(help="Text to validate on, as --data.")] = None,
     teacher: Annotated[
         str | None, typer.Option(help="The unconverted model; by default the one that DIR was converted from.")
@@ -250,7 +252,12 @@ def _print_training(result: dict[str, Any], folder: Path) -> None:
 @app.command()
 @reports_errors
 def compare(
-    grid: Annotated[str, typer.Argument(metavar="GRID", help="Name of a shipped grid (paper), or a YAML file.")],
+    grid: Annotated[
+        str,
+        typer.Argument(
+            metavar="GRID", help="Name of a shipped grid (paper, paper_longer, smollm2, smollm2_long), or a YAML file."
+        ),
+    ],
     model: Annotated[str, typer.Option(help="The base of all runs: a hub id, a folder or a GGUF file.")],
     data: Annotated[str, typer.Option(help="Text to train on, as for train.")],
     validation: Annotated[str, typer.Option(help="Text to validate on, as --data.")],

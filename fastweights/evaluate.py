@@ -243,6 +243,7 @@ def _naming(model: str) -> Iterator[None]:
 
 def _facts(model: Any) -> dict[str, Any]:
     facts = {"parameters": sum(parameter.numel() for parameter in model.parameters()), "converted": False}
+    facts["dtype"] = str(model.dtype).removeprefix("torch.")
     if not isinstance(model, FastWeightsMixin):
         return facts | {"rule": "attention", "state_bytes": 0}
     settings = model.config.fastweights

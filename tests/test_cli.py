@@ -21,6 +21,7 @@ from fastweights.config import ConfigError, FastWeightsConfig
 from fastweights.convert import load, load_tokenizer
 from fastweights.models import FastWeightsMixin
 from fastweights.options import parse_layers
+from fastweights.recipe import load_recipe, recipe_folder
 
 
 def settings_of(folder: Path) -> FastWeightsConfig:
@@ -60,6 +61,13 @@ def test_version() -> None:
 def test_help_names_the_commands() -> None:
     text = succeed("--help").stdout
     assert all(command in text for command in ("convert", "generate", "info"))
+
+
+def test_help_names_every_shipped_grid_and_the_recipes_for_users() -> None:
+    grids = ", ".join(sorted(file.stem for file in (recipe_folder() / "grids").glob("*.yaml")))
+    assert f"({grids})" in words(succeed("compare", "--help").stdout)
+    recipes = [load_recipe(name) and name for name in ("distill", "finetune", "finish", "paper")]
+    assert f"({', '.join(recipes)})" in words(succeed("train", "--help").stdout)
 
 
 @pytest.mark.parametrize("name", [f.name for f in fields(FastWeightsConfig)])

@@ -286,7 +286,7 @@ def test_recall_keeps_to_learned_positions() -> None:
 
 
 def test_evaluate_gives_a_result() -> None:
-    models = {"base": (pretrained("llama"), tokenizer()), "decay": (converted(), tokenizer())}
+    models = {"base": (pretrained("llama").to(torch.bfloat16), tokenizer()), "decay": (converted(), tokenizer())}
     settings = dict(length=32, contexts=(0, 24), by_position=True, position_length=64, recall=True)
     found = evaluate(models, data={"one": TEXT, "two": TEXT[:70]}, **settings, **QUIET)
     assert found["kind"] == "evaluation" and found["seed"] == 0
@@ -294,6 +294,7 @@ def test_evaluate_gives_a_result() -> None:
     base, decay = found["models"]
     assert (base["name"], base["converted"], base["rule"], base["state_bytes"]) == ("base", False, "attention", 0)
     assert (decay["name"], decay["converted"], decay["rule"]) == ("decay", True, "decay")
+    assert (base["dtype"], decay["dtype"]) == ("bfloat16", "float32")
     assert decay["state_bytes"] == 2 * 4 * 8 * 4 * 4
     assert decay["parameters"] == sum(p.numel() for p in models["decay"][0].parameters())
     assert [(row["data"], row["context"]) for row in decay["perplexity"]] == [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from math import ceil, log
 
@@ -9,7 +10,7 @@ import pytest
 from figures import ROOT, WORDS, Json, after_stage, folder, million, rate, result, says
 
 from fastweights.grid import load_grid
-from fastweights.recipe import Recipe
+from fastweights.recipe import Recipe, load_recipe
 
 SMOLLM2, PAPER = "docs/smollm2.md", "docs/paper.md"
 RUNS = ("decay", "window")
@@ -110,9 +111,15 @@ def test_quality_of_smollm2_against_tokens() -> None:
     grown = {run: result(f"smollm2_long/{run}")["tokens"] / result(f"smollm2_25m/{run}")["tokens"] for run in RUNS}
     left = {run: gaps["long", run] / gaps["25m", run] for run in RUNS}
     assert abs(left["decay"] - 3 / 5) < 0.02 and abs(left["window"] - 3 / 4) < 0.02 and 2 < grown["window"] < 2.3
-    needed = result("smollm2_long/window")["tokens"] * (gaps["long", "window"] / 0.05) ** (
-        log(grown["window"]) / -log(left["window"])
+    tokens = {generation: result(f"smollm2_{generation}/window")["tokens"] for generation in ("25m", "36m", "long")}
+    least, most = (
+        tokens["long"]
+        * (gaps["long", "window"] / 0.05)
+        ** (log(tokens["long"] / tokens[g]) / log(gaps[g, "window"] / gaps["long", "window"]))
+        for g in ("36m", "25m")
     )
+    tuned = [result(f"smollm2_{generation}/tuned")["tokens"] for generation in tokens]
+    moves = [result(f"smollm2_{generation}/decay")["recipe"]["stages"][0]["tokens"] for generation in tokens]
     first, second = (result(f"smollm2_{generation}/window") for generation in ("25m", "36m"))
     transferred, raised, *_, last = [v["perplexity"] for v in first["validation"]][1:]
     for later in (second, result("smollm2_long/window")):
@@ -122,12 +129,14 @@ def test_quality_of_smollm2_against_tokens() -> None:
     *few, final = sorted(set(range(30)) - set(result("smollm2_25m/hybrid_text")["models"][0]["settings"]["layers"]))
     says(
         SMOLLM2,
-        f"as a power of the tokens, (b) needs {round(needed, -7) / 1e6:.0f} M for 1.05 on wiki",
+        f"{million(moves[0])}, {million(moves[1])} and {million(moves[2])} M of them transfer",
+        f"the bases tuned on {million(tuned[0])}, {million(tuned[1])} and {million(tuned[2])} M",
+        f"(b) needs {round(least, -7) / 1e6:.0f} M (by the second and third) to {round(most, -7) / 1e6:.0f} M (by the",
         f"while its tokens grow to {grown['decay']:.1f} times",
         f"distilled at {rate(first['recipe']['stages'][1]['learning_rate'])} like (a)",
         f"rose from {transferred:.2f} after the transfer to {raised:.2f} before it fell to {last:.2f}",
         f"at {rate(stage['learning_rate'])} (with the body at {rate(stage['body_learning_rate'])}) it falls",
-        f"with layers {', '.join(map(str, few))} and {final} as attention, on {million(first['tokens'])} M tokens",
+        f"with layers {', '.join(map(str, few))} and {final} as attention, on as many tokens as its (a) and (b)",
         f"({rank['chosen'][0]}, {rank['chosen'][1]} and {rank['chosen'][2]}, the divergence falls from "
         f"{rank['kl']:.3f} to {rank['kl_after'][-1]:.3f})",
     )
@@ -152,7 +161,9 @@ def test_short_runs_of_smollm2() -> None:
     starts = {name: run["validation"][0]["perplexity"] for name, run in runs.items()}
     first, second, third = ranked["chosen"]
     on_books = {name: runs[name]["tests"][2]["token"] for name in ("reference", "long_transfer")}
-    on_wikitext = {name: runs[name]["tests"][0]["token"] for name in ("reference", "gated")}
+    on_wikitext = {
+        name: runs[name]["tests"][0]["token"] for name in ("reference", "gated", "cross_entropy_alone", "both_alike")
+    }
     assert on_books["long_transfer"] > on_books["reference"] and on_wikitext["gated"] < on_wikitext["reference"]
     assert best["window_64"] < reference["base"]["perplexity"]
     few = [run for run in runs.values() if len(run.get("tests", [])) == 1]
@@ -160,11 +171,19 @@ def test_short_runs_of_smollm2() -> None:
     same_half, parameters = moved_by["rate_up_more"], {n: r["model"]["parameters"] / 1e6 for n, r in runs.items()}
     assert moved_by["output_norm"] < same_half and best["output_norm"] > best["reference"]
     assert moved_by["no_rotary"] > same_half and best["kv_states"] < best["reference"] < best["no_rotary"]
-    assert best["random_projections"] > best["uniform"], "worth more than the gates"
+    worth = ["random_projections", "uniform", "output_norm", "no_transfer", "no_rotary", "gated"]
+    assert [best[name] for name in worth] == sorted((best[name] for name in worth), reverse=True), "the page's order"
+    assert best["reference"] - best["window_64"] > best["random_projections"] - best["reference"], "more than all else"
+    thrown = runs["no_transfer"]["validation"][1]["perplexity"]
+    assert on_wikitext["cross_entropy_alone"] == max(
+        on_wikitext[name] for name in ("cross_entropy_alone", "both_alike", "reference")
+    )
     says(
         SMOLLM2,
+        f"from {starts['reference']:.1f} to {thrown:,.0f} before distillation began",
         f"and were not read there, and {WORDS[len(few)]} read wikitext's test text only",
-        f"random ones end at {best['random_projections']:.2f}. m 32 ends at {best['m_32']:.2f}",
+        f"random ones end at {best['random_projections']:.2f}. m 32",
+        f"rank-32 approximation, ends at {best['m_32']:.2f}",
         f"(after transfer {moved_by['m_32']:.1f}, where m 64 has {same_half:.1f})",
         f"without it {moved_by['no_rotary']:.2f} after transfer and {best['no_rotary']:.2f} at the end",
         f"{parameters['kv_states']:.0f} M parameters instead of {parameters['reference']:.0f}) ends as well",
@@ -199,39 +218,65 @@ def test_short_runs_of_smollm2() -> None:
 
 
 def test_long_runs_of_smollm2() -> None:
-    tuned, decay, window, hybrid = runs = [
-        result(f"smollm2_long/{name}") for name in ("tuned", "decay", "window", "hybrid")
-    ]
-    settings, ranked = hybrid["model"]["settings"], result("smollm2_long/rank")
+    tuned, *runs = (result(f"smollm2_long/{name}") for name in ("tuned", "decay", "window", "hybrid"))
+    decay, window, hybrid = runs
+    settings, ranked, page = hybrid["model"]["settings"], result("smollm2_long/rank"), (ROOT / SMOLLM2).read_text()
     *few, last = sorted(set(range(len(ranked["layers"]))) - set(settings["layers"]))
     assert sorted(ranked["chosen"]) == [*few, last]
-    assert len({run["data"]["tokens"] for run in runs}) == 1, "of the same text"
-    recipe, minutes = window["recipe"], max(run["seconds"] for run in (decay, window)) / 60
-    (transfer, a), (again, b) = ([million(part["tokens"]) for part in run["recipe"]["stages"]] for run in runs[1:3])
-    assert transfer == again
+    says(SMOLLM2, f"with layers {', '.join(map(str, few))} and {last} restored")
+    assert len({run["data"]["tokens"] for run in (tuned, *runs)}) == 1, "of the same text"
+    heads = [
+        f"| (a) decay, m {settings['m']} ([result](../results/smollm2_long/decay.json)) |",
+        f"with an exact window of {settings['window']} tokens ([result](../results/smollm2_long/window.json)) |",
+        f"{few[-1]} and {last} restored as attention ([result](../results/smollm2_long/hybrid.json)) |",
+    ]
+    for head, run in zip(heads, runs, strict=True):
+        stages = run["recipe"]["stages"]
+        transfer = [f"{million(stage['tokens'])} M" for stage in stages if stage["loss"] == "transfer"] or ["–"]
+        body = ["–" if (value := stage["body_learning_rate"]) is None else finer(value) for stage in stages]
+        cells = [*transfer, f"{million(stages[-1]['tokens'])} M", ", ".join(rate(s["learning_rate"]) for s in stages)]
+        cells += [", ".join(body), f"{run['seconds'] / 60:.0f}"]
+        assert f"{head} {' | '.join(cells)} |" in page, cells
+    (length,), (step,) = ({run["recipe"][name] for run in runs} for name in ("length", "batch_tokens"))
+    minutes = (max(decay["seconds"], window["seconds"]) + tuned["seconds"] + hybrid["seconds"]) / 60
     more, start, ended = million(hybrid["tokens"]), hybrid["validation"][0]["perplexity"], _best(hybrid)
-    first = rate(recipe["stages"][0]["learning_rate"])
-    rates = [rate(run["recipe"]["stages"][-1]["learning_rate"]) for run in runs[1:]]
-    assert recipe["stages"][0]["learning_rate"] == decay["recipe"]["stages"][0]["learning_rate"]
     says(
         SMOLLM2,
         f"longer runs of up to {million(decay['tokens'])} million tokens",
         f'("tuned": {million(tuned["tokens"])} M tokens',
-        f"(a) decay, m {settings['m']}, nothing else; (b) the same with an exact window of {settings['window']} tokens",
-        f"with layers {', '.join(map(str, few))} and {last} restored as attention and {more} M tokens more",
-        f"(a) had {transfer} M tokens of transfer and {a} M of distillation, (b) {again} M and {b} M, of the text",
-        f"{recipe['length']:,} a row, {recipe['batch_tokens']:,} a step, the two side by side on one H200",
-        f"{minutes:.0f} minutes together; attention at {first} in the transfer, in",
-        f"at {rates[0]} for (a) and at {rates[1]} for (b) (`recipes/grids/smollm2_long.yaml`), at {rates[2]} for (c)",
+        f"All of the same text, {length:,} tokens a row, {step:,} a step",
         f"the tuned base had {million(tuned['tokens'])} M tokens, (a) {million(decay['tokens'])} M after that, "
         f"(b) {million(window['tokens'])} M and (c) {more} M after (b)",
-        f"(a), (b) and (c) below are {minutes + (tuned['seconds'] + hybrid['seconds']) / 60:.0f} minutes of one GPU",
+        f"(a), (b) and (c) below are {minutes:.0f} minutes of one GPU",
         f"it chose layers {ranked['chosen'][0]}, {ranked['chosen'][1]} and {ranked['chosen'][2]}",
         f"{ranked['seconds']:.0f} seconds beside two trainings",
         f"the teacher falls from {ranked['kl']:.3f} to {ranked['kl_after'][-1]:.3f} before anything is trained",
         f"a validation perplexity of {start:.2f} where (b) has {_best(window):.2f}, and {ended:.2f} after {more} M",
         f"there and {max(layer['gain'] for layer in ranked['layers']):.3f} here",
+        f"--data work/validation.txt.xz --tokens {ranked['tokens']} --keep {ranked['settings']['keep']} --save",
     )
+
+
+def finer(value: float) -> str:
+    """As in 1.5e-4."""
+    return f"{value:.1e}".replace("e-0", "e-")
+
+
+def test_the_command_that_made_the_hybrid() -> None:
+    """The page's options on top of the recipe `finish` are the recipe that was run."""
+    ran = Recipe.from_dict(result("smollm2_long/hybrid")["recipe"])
+    shown = re.search(r"--recipe finish [^`]*--set distill\.tokens=([\d_]+)", (ROOT / SMOLLM2).read_text())
+    assert shown
+    for option in (
+        "--compile",
+        f"--validate-every {ran.validate_every}",
+        f"--validation-tokens {ran.validation_tokens}",
+    ):
+        assert option in shown[0]
+    finish = load_recipe("finish")
+    (stage,) = finish.stages
+    options = dict(compile=True, validate_every=ran.validate_every, validation_tokens=ran.validation_tokens)
+    assert replace(finish, stages=type(finish.stages)([replace(stage, tokens=int(shown[1]))]), **options) == ran
 
 
 @pytest.mark.parametrize("grid", ["smollm2", "paper"])
@@ -277,4 +322,6 @@ def test_the_papers_comparison() -> None:
     assert best["gated_16"] < best["decay_16"] < best["local_32"] and best["decay_16"] < best["decay_plain"]
     assert runs["delta_plain"]["diverged"]["step"] == 0 and not runs["gated_baseline"]["diverged"]
     start, *_, end = (point["perplexity"] for point in runs["base"]["validation"])
-    assert abs(end / start - 1) < 0.01, "the base ends where it began"
+    tables = {name: f"{best[name]:.2f}" for name in ("gated_no_norm", "gated_plain", "decay_no_norm", "decay_plain")}
+    gated, decay = (f"{tables[f'{rule}_plain']} after {tables[f'{rule}_no_norm']}" for rule in ("gated", "decay"))
+    says(PAPER, f"ends a little above where it began, at {end:.2f} after {start:.2f}", f"worse here ({gated}, {decay})")
