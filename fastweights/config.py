@@ -4,7 +4,9 @@ the command line's help texts are taken from these descriptions. Sampling: how t
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field, fields
+from numbers import Integral, Real
 from typing import Any, get_type_hints
 
 # model_type of a converted model: this and its family's name
@@ -205,6 +207,18 @@ class FastWeightsConfig:
         return get_type_hints(cls)[name]
 
 
+def is_whole(value: Any) -> bool:
+    """A whole number, NumPy's too; True and False are not meant as such."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+SCALES = (1e-30, 1e30)  # logits times these are still float32 numbers
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are chosen: greedily, unless a temperature, top_k, top_p or seed is given; what of these is not
@@ -217,16 +231,22 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for name, fits, wanted, otherwise in (
-            ("temperature", lambda x: x > 0, "above 0", ": leave it out to decode greedily"),
-            ("top_k", lambda x: x >= 1, "at least 1", ""),
-            ("top_p", lambda x: 0 <= x <= 1, "from 0 to 1", ""),
-            ("repetition_penalty", lambda x: x > 0, "above 0", ": 1 is no penalty"),
-            ("seed", lambda x: 0 <= x < 2**63, "from 0 to 2^63 - 1", ""),
+        for name, is_kind, least, most, wanted, otherwise in (
+            ("temperature", is_number, *SCALES, "above 0", ": leave it out to decode greedily"),
+            ("top_k", is_whole, 1, math.inf, "at least 1", ""),
+            ("top_p", is_number, 0, 1, "from 0 to 1", ""),
+            ("repetition_penalty", is_number, *SCALES, "above 0", ": 1 is no penalty"),
+            ("seed", is_whole, 0, 2**63 - 1, "from 0 to 2^63 - 1", ""),
         ):
             value = getattr(self, name)
-            if value is not None and not fits(value):
-                raise ConfigError(f"{name} must be {wanted}, found {value}{otherwise}")
+            if value is None and name != "repetition_penalty":
+                continue
+            if not is_kind(value):
+                what = "a whole number" if is_kind is is_whole else "a number"
+                raise ConfigError(f"{name} must be {what}, found {value!r}{otherwise}")
+            if not least <= value <= most:
+                limits = f" ({least:g} to {most:g})" if value > 0 and least == SCALES[0] else ""
+                raise ConfigError(f"{name} must be {wanted}{limits}, found {value}{otherwise}")
 
     @property
     def greedy(self) -> bool:

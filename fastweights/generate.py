@@ -20,8 +20,9 @@ from torch import Tensor
 from transformers import set_seed
 
 from fastweights.cache import FastWeightsCache, StateError
-from fastweights.config import ConfigError, Sampling
+from fastweights.config import ConfigError, Sampling, is_whole
 from fastweights.models import FastWeightsMixin, evaluating, position_limit
+from fastweights.ops.device import obstacle
 from fastweights.sampling import Chooser, Mode
 from fastweights.stepper import make_stepper
 
@@ -83,12 +84,14 @@ class Engine:
         kernels: bool | None = None,
         max_length: int | None = None,
     ) -> None:
-        for name, value in (("batch_size", batch_size), ("piece", piece), ("max_length", max_length)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-                raise ConfigError(f"{name} must be a whole number, found {value!r}")
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, found {value}")
+        _check_whole("batch_size", batch_size)
+        _check_whole("piece", piece)
+        if max_length is not None:
+            _check_whole("max_length", max_length)
         _check_model(model)
+        reason = obstacle(model.device, model.dtype, interpreter=True) if kernels else None
+        if reason is not None:
+            raise ConfigError(f"kernels=True cannot be used here: {reason}; leave it out")
         kept = ", ".join(map(str, FastWeightsCache(model.config).kept))
         if kept and max_length is None:
             raise ConfigError(
@@ -98,7 +101,8 @@ class Engine:
         self.max_length = max_length if kept else None
         self.model, self.piece, self.device = model, piece, model.device
         self.on_gpu = self.device.type == "cuda"
-        with evaluating(model):
+        # An engine made in inference mode is used outside it, too, where its tensors must be ordinary ones.
+        with torch.inference_mode(False), evaluating(model):
             self.stepper = make_stepper(model, batch_size, kernels, self.max_length)
         if kept and not self.stepper.static:
             raise NotOfKnownParts(
@@ -108,15 +112,16 @@ class Engine:
         if graph and not possible:
             raise ConfigError("graph=True needs a CUDA device and a model whose family's parts are known; leave it out")
         self.graphs: dict[Mode, torch.cuda.CUDAGraph] | None = {} if possible and graph is not False else None
-        self.chooser = Chooser(batch_size, model.config.get_text_config().vocab_size, self.device)
-        self.arrived = torch.zeros(batch_size, dtype=torch.long, pin_memory=self.on_gpu)
+        with torch.inference_mode(False):
+            self.chooser = Chooser(batch_size, model.config.get_text_config().vocab_size, self.device)
+            self.arrived = torch.zeros(batch_size, dtype=torch.long, pin_memory=self.on_gpu)
 
     def generate(
         self,
         prompts: Sequence[Tensor | Sequence[int]],
         max_new_tokens: int | Sequence[int] = 100,
         sampling: Sampling | Sequence[Sampling] | None = None,
-        stop_tokens: Sequence[int] | None = None,
+        stop_tokens: int | Sequence[int] | None = None,
         on_token: Callable[[int, int], Any] | None = None,
         states: Sequence[FastWeightsCache | None] | None = None,
         progress: bool = False,
@@ -125,11 +130,13 @@ class Engine:
 
         One Sampling for all gives prompt i the seed + i. `on_token(i, token)` is called as tokens come. `states` are
         what the model has seen before each prompt; each is advanced past its prompt. On a GPU a step is started before
-        the tokens of the last one are read, so a sequence that ends has been one step further, in vain."""
+        the tokens of the last one are read, so a sequence that ends has been one step further, in vain. All is computed
+        in the model's dtype, under autocast, too."""
         sequences = self._sequences(prompts, max_new_tokens, sampling, states)
-        stops = set(_end_of_text(self.model) if stop_tokens is None else stop_tokens)
+        stops = set(_end_of_text(self.model)) if stop_tokens is None else self._stop_tokens(stop_tokens)
         mode = Mode.of([sequence.sampling for sequence in sequences])
-        with evaluating(self.model), torch.cuda.device(self.device) if self.on_gpu else nullcontext():
+        here = torch.cuda.device(self.device) if self.on_gpu else nullcontext()
+        with evaluating(self.model), torch.autocast(self.device.type, enabled=False), here:
             self._prepare(mode)
             self._run_all(sequences, mode, stops, on_token or (lambda i, token: None), progress)
         return [sequence.new for sequence in sequences]
@@ -174,11 +181,20 @@ class Engine:
         count = len(prompts)
         sampling = Sampling() if sampling is None else sampling
         one_for_all = isinstance(sampling, Sampling)
-        if isinstance(max_new_tokens, float):
-            raise ConfigError(f"max_new_tokens must be a whole number, found {max_new_tokens}")
-        limits = [max_new_tokens] * count if isinstance(max_new_tokens, int) else list(max_new_tokens)
-        samplings = [sampling] * count if isinstance(sampling, Sampling) else list(sampling)
-        given = [None] * count if states is None else list(states)
+        limits: list[Any] = (
+            list(max_new_tokens) if isinstance(max_new_tokens, (list, tuple)) else [max_new_tokens] * count
+        )
+        samplings: list[Any] = list(sampling) if isinstance(sampling, (list, tuple)) else [sampling] * count
+        given = [None] * count if states is None else list(states) if isinstance(states, (list, tuple)) else [states]
+        for limit in limits:
+            _check_whole("max_new_tokens", limit)
+        for name, values, kind in (
+            ("sampling", samplings, Sampling),
+            ("states", [state for state in given if state is not None], FastWeightsCache),
+        ):
+            for value in values:
+                if not isinstance(value, kind):
+                    raise ConfigError(f"{name} must hold {kind.__name__}s, found {value!r}")
         shared = [state for state in given if state is not None]
         if len({id(state) for state in shared}) < len(shared):
             raise ConfigError("one state is given to two prompts, and would be advanced twice: states=[s.fork(), ...]")
@@ -189,7 +205,11 @@ class Engine:
         for i, (prompt, limit, chosen, state) in enumerate(zip(prompts, limits, samplings, given, strict=True)):
             if isinstance(prompt, str):
                 raise ConfigError(f"prompts[{i}] is a text: give its tokens, tokenizer(text).input_ids")
-            ids = self._check_prompt(i, torch.as_tensor(prompt), limit, state)
+            try:
+                ids = torch.as_tensor(prompt)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise ConfigError(f"prompts[{i}] must be the tokens of one text, found {prompt!r}") from error
+            ids = self._check_prompt(i, ids, limit, state)
             drawn = int(torch.randint(2**62, ())) if chosen.seed is None and not chosen.greedy else 0
             seed = drawn if chosen.seed is None else chosen.seed + (i if one_for_all else 0)
             sequences.append(_Sequence(ids, limit, chosen, seed, state))
@@ -200,8 +220,6 @@ class Engine:
             raise ConfigError(f"prompts[{i}] must be the tokens of one text, at least one, found {list(ids.shape)}")
         if ids.is_floating_point() or int(ids.min()) < 0 or int(ids.max()) >= self.chooser.vocabulary:
             raise ConfigError(f"prompts[{i}] must be tokens from 0 to {self.chooser.vocabulary - 1}")
-        if limit < 1:
-            raise ConfigError(f"max_new_tokens must be at least 1, found {limit}")
         if state is not None and state.batch_size > 1:
             raise ConfigError(f"states[{i}] must be of one text, found {state.batch_size}: select a row of it")
         seen = 0 if state is None or state.lengths is None else int(state.lengths[0])
@@ -212,6 +230,14 @@ class Engine:
         if self.max_length is not None and state is not None:
             state.mask_for(ids[None])  # refuses one that has seen padding
         return ids.long()
+
+    def _stop_tokens(self, given: Any) -> set[int]:
+        listed: Any = given.tolist() if isinstance(given, Tensor) else given
+        tokens = [listed] if is_whole(listed) or isinstance(listed, str) else list(listed)
+        for token in tokens:
+            if not is_whole(token) or not 0 <= token < self.chooser.vocabulary:
+                raise ConfigError(f"stop_tokens must be from 0 to {self.chooser.vocabulary - 1}, found {token!r}")
+        return {int(token) for token in tokens}
 
     def _run_all(
         self,
@@ -267,6 +293,13 @@ class Engine:
         if arrival is not None:
             arrival.synchronize()
         return self.arrived.tolist()
+
+
+def _check_whole(name: str, value: Any) -> None:
+    if not is_whole(value):
+        raise ConfigError(f"{name} must be a whole number, found {value!r}")
+    if value < 1:
+        raise ConfigError(f"{name} must be at least 1, found {value}")
 
 
 def _check_model(model: Any) -> None:

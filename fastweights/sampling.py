@@ -52,7 +52,8 @@ class Chooser:
     def prepare(self, mode: Mode) -> None:
         """Before a graph is captured: what only this mode needs."""
         if mode.penalizes and self.seen is None:
-            self.seen = torch.zeros(len(self.key), self.vocabulary, dtype=torch.bool, device=self.key.device)
+            with torch.inference_mode(False):
+                self.seen = torch.zeros(len(self.key), self.vocabulary, dtype=torch.bool, device=self.key.device)
 
     def fill(self, slot: int, sampling: Sampling, seed: int, text: Tensor) -> None:
         """Give a slot to a sequence whose text so far is `text` [T]."""

@@ -342,8 +342,43 @@ def test_decay_has_no_normaliser() -> None:
 @every_rule
 @every_backend
 def test_no_tokens(rule: str, backend: str) -> None:
-    with pytest.raises(ValueError, match=r"q must be \[B,T,H,m\] with at least one token, found \[2, 0, 2, 5\]"):
+    with pytest.raises(ValueError, match=r"q must be \[B,T,H,m\] with T, H and m at least 1, found \[2, 0, 2, 5\]"):
         run_op(rule, op_inputs(rule, T=0), backend=backend)
+
+
+@every_backend
+@pytest.mark.parametrize("shape", [(2, 20, 0, 5), (2, 20, 2, 0)], ids=["no heads", "m 0"])
+def test_nothing_to_read_with(shape: tuple[int, ...], backend: str) -> None:
+    with pytest.raises(ValueError, match=r"q must be \[B,T,H,m\] with T, H and m at least 1, found"):
+        run_op("add", op_inputs("add") | {"q": torch.zeros(shape)}, backend=backend)
+
+
+@pytest.mark.parametrize("argument", ["q", "k", "v"])
+def test_whole_numbers_are_refused(argument: str) -> None:
+    inputs = op_inputs("decay")
+    with pytest.raises(ValueError, match=f"decay: {argument} must be floating-point, found torch.int64"):
+        run_op("decay", inputs | {argument: inputs[argument].long()})
+
+
+def test_a_gate_that_is_missing() -> None:
+    q, k, v, f_logit, _ = op_inputs("decay", state=False).values()
+    with pytest.raises(ValueError, match=r"decay: z_logit must be \[2, 20, 2, 6\], found None"):
+        ops.apply("decay", q, k, v, (f_logit, None))
+
+
+@pytest.mark.parametrize(
+    ("m", "dtype", "chosen"),
+    [(5, torch.float32, "triton"), (5, torch.float64, "chunked"), (129, torch.float32, "chunked")],
+)
+def test_auto_on_a_gpu_leaves_to_torch_what_the_kernels_cannot(m: int, dtype: torch.dtype, chosen: str) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        q, k, v = (torch.empty(1, 9, 2, width, dtype=dtype, device="cuda") for width in (m, m, 4))
+    assert ops._choose("auto", q, k, v) == chosen
+    if chosen != "triton":
+        with pytest.raises(ValueError, match="backend='triton' cannot run here"):
+            ops._choose("triton", q, k, v)
 
 
 WRONG_SHAPES = [

@@ -183,8 +183,11 @@ def _check(name, q, k, v, gate_logits, state, normalize, mask, reset) -> None:
         raise ValueError(f"rule {name!r} is not known; choose one of {', '.join(RULES)}")
     if normalize and name == "decay":
         raise ValueError("the decay rule has no normaliser")
-    if q.ndim != 4 or q.shape[1] == 0:
-        raise ValueError(f"q must be [B,T,H,m] with at least one token, found {list(q.shape)}")
+    if q.ndim != 4 or 0 in q.shape[1:]:
+        raise ValueError(f"q must be [B,T,H,m] with T, H and m at least 1, found {list(q.shape)}")
+    for argument, tensor in (("q", q), ("k", k), ("v", v)):
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name}: {argument} must be floating-point, found {tensor.dtype}")
     if k.ndim != 4 or k.shape[2] == 0 or q.shape[2] % k.shape[2]:
         raise ValueError(
             f"k must be [B,T,H,m] with q's heads a multiple of H, found k {list(k.shape)}, q {list(q.shape)}"
@@ -200,6 +203,8 @@ def _check(name, q, k, v, gate_logits, state, normalize, mask, reset) -> None:
             f"{name} takes {len(gates)} gate logits ({', '.join(gates) or 'none'}), found {len(gate_logits)}"
         )
     for (gate, width), logit in zip(gates.items(), gate_logits, strict=True):
+        if logit is None:
+            raise ValueError(f"{name}: {gate}_logit must be {[batch, length, heads, *widths[width]]}, found None")
         expected[f"{gate}_logit"] = (logit, (batch, length, heads, *widths[width]))
     expected["state"] = (state, (batch, heads, d + int(normalize), m))
     expected |= {"mask": (mask, (batch, length)), "reset": (reset, (batch, length))}
