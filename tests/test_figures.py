@@ -3,6 +3,7 @@ test_pages.py, the evidence in test_figures_evidence.py, the ranking in test_ran
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -191,7 +192,7 @@ def test_kernels_in_the_page_of_speed() -> None:
     shapes = files["first_call"]["parts"]["first_call"]["shapes"].values()
     _, meant = target(files["first_call"], "first call on a new shape: seconds")
     first, second = (f"{shape['waited seconds']:.1f}" for shape in shapes)
-    says(SPEED, f"The first call of a new process took {first} s, of the next shape {second} (meant: {meant};")
+    says(SPEED, f"the first call of a new process took {first} s, of the next shape {second} (meant: {meant};")
 
 
 def test_tables_in_the_page_of_speed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,8 +202,27 @@ def test_tables_in_the_page_of_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert filled(PAGE.read_text()) == PAGE.read_text(), "run benchmarks/speed_page.py"
 
 
-def test_random_shapes_in_the_page_of_speed() -> None:
+def test_random_shapes_in_the_page_of_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     found = result("random_shapes")
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from random_shapes import KINDS, LIMITS, RULES, draw_case
+
+    drawn = [draw_case(seed) for seed in range(found["asked"])]
+    every = set(itertools.product(RULES, LIMITS, (16, 32, 64, 128)))
+    missing = every - {(case["rule"], case["dtype"], max(16, 1 << (case["m"] - 1).bit_length())) for case in drawn}
+    left_out = sorted(set(range(1, 257)) - {case["d"] for case in drawn})
+    assert left_out == list(range(left_out[0], left_out[-1] + 1))
+    with_wide = [case["m"] for case in drawn if case["d"] > 128]
+    says(
+        SPEED,
+        f"shapes come in {KINDS} kinds",
+        f"d from {left_out[0]} to {left_out[-1]} is not",
+        f"d over 128 only with m from {min(with_wide)} to {max(with_wide)}",
+        f"of {len(every)} combinations of rule, dtype and padded m {WORDS[len(missing)]} are missing",
+    )
+    page = " ".join((ROOT / SPEED).read_text().split())
+    for rule, dtype, m in missing:
+        assert re.search(rf"{rule} [^;)]*{dtype} {m}", page), (rule, dtype, m)
     assert found["cases"] == found["asked"] and not (found["failed"] or found["broken processes"])
     says(SPEED, f"Of {found['cases']:,} random shapes, gates and flags none failed")
 
