@@ -58,7 +58,7 @@ def describe(model: Any) -> Description:
     """Describe a model, converted or not; its parameters may be on the meta device."""
     converted = isinstance(model, FastWeightsMixin)
     family = family_of(model)
-    layers = _layers(model, family)
+    layers = layers_of(model, family)
     state_bytes = sum(layer.state_bytes for layer in layers)
     return Description(
         family=family.name,
@@ -117,7 +117,7 @@ class _Layer:
         return self.token_bytes * (tokens if self.reach is None else min(tokens, self.reach))
 
 
-def _layers(model: Any, family: Family) -> list[_Layer]:
+def layers_of(model: Any, family: Family) -> list[_Layer]:
     slots = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     layers = []
     for block, slot in zip(family.blocks(model), slots, strict=True):

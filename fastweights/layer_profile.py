@@ -155,7 +155,7 @@ def layer_cost(
         "dtype": str(dtype).removeprefix("torch."),
         "device": device.type,
         "models": entries,
-        "cheaper_from": compare(entries, ("seconds", "bytes", "peak_bytes")),
+        "cheaper_from": compare(entries),
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import tempfile
 from collections.abc import Callable
 from dataclasses import Field, fields
 from pathlib import Path
@@ -136,6 +137,12 @@ def check_output(path: Path | None, is_picture: bool = False) -> None:
         raise ValueError(f"--output {path} is for numbers: give a JSON file, such as {path.with_suffix('.json')}")
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
         raise ValueError(f"--output {path} cannot be written: give a file name in a folder that exists")
+    if path is not None:
+        try:
+            tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.").close()
+        except OSError as error:
+            reason = f"no file can be made in {path.parent} ({error.strerror}); choose another folder"
+            raise ValueError(f"--output {path} cannot be written: {reason}") from error
 
 
 def parse_numbers(flag: str, text: str) -> list[int]:

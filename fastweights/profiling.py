@@ -20,16 +20,18 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from fastweights.cache import FastWeightsCache
 from fastweights.config import ConfigError
+from fastweights.describe import layers_of
 from fastweights.families import family_of
 from fastweights.models import FastWeightsMixin, evaluating, position_limit
 from fastweights.stepper import make_stepper
-from fastweights.timing import Conditions, Contender, Findings, measure, on
+from fastweights.timing import Conditions, Contender, Findings, check_room, measure, on
 
 LENGTHS = (256, 1024, 4096, 16384)
 TIMED_TOKENS = 16
 PIECE = 1024
 STRETCHED = "table repeated for timing"
 UNMASKED = "sdpa_unmasked"
+COMPARED = ("seconds", "bytes", "peak_bytes")
 AttentionInterface.register(UNMASKED, sdpa_attention_forward)
 
 
@@ -174,6 +176,7 @@ def _position_table(model: Any) -> Any:
 def _contender(model: Any, length: int, batch: int) -> Contender:
     """A model that has read `length` random tokens, and goes on by one: as `fastweights generate` would, with the
     engine's step where it has one for the model, and else with the model's own forward."""
+    check_room(_needed_bytes(model, length, batch), model.device)
     cache, token = _cache_after(model, length, batch), _random_tokens(model, batch, 1)
     kept = kept_bytes(cache)
     if isinstance(cache, FastWeightsCache):
@@ -182,6 +185,14 @@ def _contender(model: Any, length: int, batch: int) -> Contender:
             return Contender(_engine_step(stepper, cache, token), kept, attends=False, is_engine=True)
     attends = not isinstance(cache, FastWeightsCache) or bool(cache.kept)
     return Contender(_forward_step(model, cache, token), kept, attends)
+
+
+def _needed_bytes(model: Any, length: int, batch: int) -> int:
+    """What is kept of the texts and of the token after them, as often as it is held at once."""
+    layers = layers_of(model, family_of(model))
+    kept = sum(layer.state_bytes if layer.converted else layer.attention_bytes(length + 1) for layer in layers)
+    copies = 3 if isinstance(model, FastWeightsMixin) else 1  # the engine's own, and the one that it is filled from
+    return copies * batch * kept
 
 
 def _forward_step(model: Any, cache: Cache, token: Tensor) -> Callable[[], Tensor]:
@@ -260,10 +271,10 @@ def _no_mask(model: Any) -> Iterator[None]:
         config._attn_implementation = before
 
 
-def compare(entries: list[dict[str, Any]], keys: Sequence[str] = ("seconds", "bytes")) -> dict[str, int | None]:
+def compare(entries: list[dict[str, Any]]) -> dict[str, int | None]:
     """Of the first converted model against the first that is not; each converted entry gets its own as well."""
     base = next((entry for entry in entries if not entry["converted"]), None)
     for entry in entries:
         if base is not None and entry["converted"]:
-            entry["cheaper_from"] = {key: cheaper_from(base["points"], entry["points"], key) for key in keys}
-    return next((e["cheaper_from"] for e in entries if "cheaper_from" in e), dict.fromkeys(keys))
+            entry["cheaper_from"] = {key: cheaper_from(base["points"], entry["points"], key) for key in COMPARED}
+    return next((e["cheaper_from"] for e in entries if "cheaper_from" in e), dict.fromkeys(COMPARED))

@@ -10,6 +10,7 @@ import pytest
 from helpers import error_of, run, save_model, succeed
 from sample_results import COST, svg_texts, write
 
+from fastweights.options import check_output
 from fastweights.report import model_card
 
 TEXT = "A quick brown fox jumps over the lazy dog. Why\n" * 20
@@ -48,8 +49,28 @@ def test_where_the_result_cannot_go_is_said_first(models: tuple[Path, Path], com
         assert f"--output {target} cannot be written" in error_of(command[0], models[1], *command[1:], "-o", target)
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder in which no one can make a file")
+def test_a_folder_that_takes_no_file_is_found_before_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastweights.layer_profile.layer_cost", None)  # nothing is measured
+    error = error_of("profile", "--layer", "--lengths", "4", "-o", "/proc/x.json")
+    assert error.startswith("--output /proc/x.json cannot be written: no file can be made in /proc (")
+    assert error.endswith("choose another folder")
+
+
+def test_looking_whether_a_file_can_be_made_leaves_nothing(tmp_path: Path) -> None:
+    target = tmp_path / "cost.json"
+    check_output(target)
+    assert list(tmp_path.iterdir()) == []
+    target.write_text("mine")
+    written = target.stat().st_mtime_ns
+    check_output(target)
+    assert list(tmp_path.iterdir()) == [target]
+    assert (target.read_text(), target.stat().st_mtime_ns) == ("mine", written)
+
+
 def test_profile_adds_the_base_of_a_converted_model(models: tuple[Path, Path]) -> None:
-    succeed("profile", models[1], "--lengths", "4,8", "-o", "cost.json")
+    shown = succeed("profile", models[1], "--lengths", "4,8", "-o", "cost.json").stdout
+    assert all(shown.count(f" {column}") == 2 for column in ("time", "memory", "peak"))
     entries = json.loads(Path("cost.json").read_text())["models"]
     assert [(entry["name"], entry["converted"]) for entry in entries] == [("base", False), ("converted", True)]
     (models[0] / "config.json").unlink()

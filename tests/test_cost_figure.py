@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import re
 import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
+from figures import folder, result, says
 from sample_results import COST, PROVENANCE, report, section, svg_texts, table, tables
 
-from fastweights.report import ReportError, cost_figure
+from fastweights.report import ReportError, cost_figure, fill_page
 from fastweights.report.plots import NAME_HEIGHT
 from fastweights.report.results import Result
 
@@ -54,6 +56,17 @@ LAYER: dict[str, Any] = {
 BOTH = {"batch": 1, "device": "cpu", **COST, "layer": {n: v for n, v in LAYER.items() if n not in PROVENANCE}}
 
 
+def with_peaks() -> dict[str, Any]:
+    """Models whose peaks cross: 4.2 to 16.2 MB against 5 MB. In kept bytes they do not."""
+    body = copy.deepcopy(COST) | {"cheaper_from": {"seconds": 449, "bytes": 256, "peak_bytes": 308}}
+    base, decay = (model["points"] for model in body["models"])
+    for point in base:
+        point["peak_bytes"] = point["bytes"] + 200_000
+    for point in decay:
+        point["peak_bytes"] = 5_000_000
+    return body
+
+
 def drawn(body: dict[str, Any], folder: Path) -> tuple[bytes, str]:
     png, svg = cost_figure(Result("cost.json", body), folder / "cost.json")
     assert (png.name, svg.name) == ("cost.png", "cost.svg")
@@ -91,6 +104,40 @@ def test_a_report_of_a_layer_and_models(tmp_path: Path) -> None:
     assert "one decay layer: after" in markdown and "gpt2-decay: after 1,024 tokens one more token takes" in markdown
 
 
+def test_a_report_of_models_with_peaks(tmp_path: Path) -> None:
+    markdown, _ = report(tmp_path, {"cost": with_peaks()})
+    assert {path.stem for path in (tmp_path / "report" / "plots").iterdir()} == {"seconds", "bytes", "peak_bytes"}
+    cost = section(markdown, "Cost of one more token")
+    assert table(cost, "gpt2: memory")[1]["gpt2: memory"] == "16.0 MB"
+    assert table(cost, "gpt2: peak") == [
+        {"tokens": "256", "gpt2: peak": "4.2 MB", "gpt2-decay: peak": "5.0 MB"},
+        {"tokens": "1,024", "gpt2: peak": "16.2 MB", "gpt2-decay: peak": "5.0 MB"},
+    ]
+    assert (
+        "gpt2-decay: after 1,024 tokens one more token needs 5.0 MB, 3.24 × less than with gpt2 (16.2 MB); "
+        "less from 308 tokens on."
+    ) in section(markdown, "Summary")
+
+
+def test_a_page_can_hold_the_peaks_of_models(tmp_path: Path) -> None:
+    (tmp_path / "both.json").write_text(json.dumps(with_peaks() | {"layer": BOTH["layer"]}))
+    page = tmp_path / "page.md"
+    marks = "".join(f"<!-- report: {name} -->\n<!-- end -->\n" for name in ("peak bytes 2", "peak bytes 2 plot"))
+    page.write_text(f"<!-- results: both.json -->\n{marks}")
+    fill_page(page)
+    assert tables(page.read_text())[0][0] == ["tokens", "gpt2: peak", "gpt2-decay: peak"]
+    assert "(page_peak_bytes_2.svg)" in page.read_text()
+
+
+def test_an_older_result_does_not_say_from_where_the_peak_is_smaller(tmp_path: Path) -> None:
+    body = with_peaks()
+    del body["cheaper_from"]["peak_bytes"]
+    markdown, _ = report(tmp_path, {"cost": body})
+    assert "3.24 × less than with gpt2 (16.2 MB).\n" in markdown and "for good" not in markdown
+    drawn(body, tmp_path)
+    assert "Peak memory of one token" in svg_texts(tmp_path / "cost.svg")
+
+
 @pytest.mark.parametrize("lost", ["d", "m", "batch", "models", "points", "left_out", "length", "name", "peak_bytes"])
 def test_any_field_may_be_absent(tmp_path: Path, lost: str) -> None:
     def without(value: Any) -> Any:
@@ -125,6 +172,13 @@ def test_a_figure_of_a_layer_and_models_has_two_rows(tmp_path: Path) -> None:
     assert high == 2 * low
 
 
+def test_the_figure_of_models_shows_their_peaks(tmp_path: Path) -> None:
+    drawn(with_peaks(), tmp_path)
+    shown = svg_texts(tmp_path / "cost.svg")
+    assert "Peak memory of one token: less from 308 tokens" in shown
+    assert not any("Memory kept" in text for text in shown)
+
+
 def test_names_do_not_run_into_one_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heights: list[float] = []
     from matplotlib.axes import Axes
@@ -149,3 +203,11 @@ def test_the_figure_is_small_and_the_same_every_time(tmp_path: Path) -> None:
     assert png.startswith(b"\x89PNG") and len(png) < 400_000 and len(svg) < 200_000
     assert not re.search(r"\d{4}-\d\d-\d\d|<dc:date", svg.partition("<defs>")[2]) and b"tIME" not in png
     assert "prefers-color-scheme: dark" in svg
+
+
+def test_the_page_says_what_the_committed_figures_are_of() -> None:
+    assert {model["how"] for model in result("profile_layer")["models"]} == {"CUDA graph"}  # and not "compiled, ..."
+    says("docs/profile.md", "none of them is compiled with `torch.compile`, which only `--compile` does")
+    costs = [found for found in folder("").values() if found.get("kind") == "cost"]
+    assert {found["device"] for found in costs if found.get("level") != "layer"} == {"cpu"}
+    says("docs/profile.md", "Of whole models no profile on a GPU is committed yet")

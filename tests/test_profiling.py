@@ -13,6 +13,8 @@ from fastweights.config import ConfigError, FastWeightsConfig
 from fastweights.convert import convert
 from fastweights.describe import describe
 from fastweights.profiling import STRETCHED, cheaper_from, decode_cost, stretched
+from fastweights.report.cost import cost_panel
+from fastweights.report.results import Result
 
 Points = list[dict[str, Any]]
 
@@ -83,7 +85,16 @@ def test_the_result_says_what_it_is() -> None:
     # 256 bytes of keys and values a token, a state of 2048 bytes: smaller from the ninth token on
     assert result["cheaper_from"]["bytes"] == 9
     assert result["models"][1]["cheaper_from"] == result["cheaper_from"]
-    assert cost({"decay": converted("llama")}, (2,))["cheaper_from"] == {"seconds": None, "bytes": None}
+    assert cost({"decay": converted("llama")}, (2,))["cheaper_from"] == dict.fromkeys(profiling.COMPARED)
+
+
+def test_a_circle_marks_where_the_peak_is_smaller() -> None:
+    result = cost({"base": pretrained("llama"), "decay": converted("llama")}, (1, 400))
+    start = cheaper_from(points_of(result, "base"), points_of(result, "decay"), "peak_bytes")
+    assert start is not None and 1 < start < 400
+    assert result["cheaper_from"]["peak_bytes"] == result["models"][1]["cheaper_from"]["peak_bytes"] == start
+    [(length, _)] = cost_panel(Result("", result), "peak_bytes").circles
+    assert length == start
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])  # the second has masks
@@ -166,6 +177,29 @@ def test_a_length_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch)
         {"length": 20, "reason": "out of memory: CUDA out of memory. Tried to allocate 9 GiB."}
     ]
     assert [p["length"] for p in points_of(result, "decay")] == [10, 20]
+
+
+def test_memory_of_a_cpu_is_asked_for_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 10_000}))
+    models = {"base": pretrained("llama"), "decay": converted("llama"), "hybrid": converted("llama", layers=(1,))}
+    base, decay, hybrid = cost(models, (10, 30, 400))["models"]
+    # 256 bytes a token, of which the hybrid keeps half beside a state of 1024, three times while its engine is filled
+    assert [p["length"] for p in base["points"]] == [10, 30]
+    assert base["left_out"] == [
+        {"length": 400, "reason": "out of memory: 102.7 kB are needed and 10.0 kB are free"},
+    ]
+    assert [p["length"] for p in decay["points"]] == [10, 30, 400] and "left_out" not in decay
+    assert [p["length"] for p in hybrid["points"]] == [10]
+    assert hybrid["left_out"][0]["reason"] == "out of memory: 15.0 kB are needed and 10.0 kB are free"
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "gemma3_text"])  # the last two have windows of 7
+def test_the_memory_asked_for_is_what_is_kept(family: str) -> None:
+    hybrid, base = converted(family, window=5, layers=(0,)), pretrained(family)
+    for model, copies in ((base, 1), (hybrid, 3)):
+        with torch.no_grad():
+            kept = profiling.kept_bytes(profiling._cache_after(model, 21, batch=2))
+        assert profiling._needed_bytes(model, 20, batch=2) == copies * kept
 
 
 def test_training_mode_comes_back() -> None:

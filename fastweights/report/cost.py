@@ -57,11 +57,10 @@ def is_layer(cost: Result) -> bool:
     return cost.body.get("level") == "layer"
 
 
-def _measures(cost: Result) -> dict[str, Measure]:
-    """The paper shows the peak memory of a layer; of a model what it keeps is told, which does not depend on how it
-    is run."""
-    memory = "peak_bytes" if is_layer(cost) else "bytes"
-    return {name: MEASURES[name] for name in ("seconds", memory)}
+def _measures(cost: Result) -> list[str]:
+    """The paper shows the peak memory of a layer; of a model what it keeps is told as well, which does not depend on
+    how it is run."""
+    return [key for key in MEASURES if key != "bytes" or not is_layer(cost)]
 
 
 def winnings(models: Sequence[Entry], costs: Sequence[Result]) -> list[str]:
@@ -78,7 +77,9 @@ def winnings(models: Sequence[Entry], costs: Sequence[Result]) -> list[str]:
 
 def _cost_words(cost: Result, entry: dict[str, Any]) -> Iterator[str]:
     base, name = _base(cost), f"one {entry.get('name')} layer" if is_layer(cost) else entry.get("name")
-    for key, measure in _measures(cost).items():
+    told = _told(cost, entry)
+    for key in _measures(cost):
+        measure = MEASURES[key]
         here, there = _curve(entry, key), _curve(base, key)
         shared = sorted(here.keys() & there.keys())
         times = ratio(there[shared[-1]], here[shared[-1]]) if shared else None
@@ -87,15 +88,15 @@ def _cost_words(cost: Result, entry: dict[str, Any]) -> Iterator[str]:
         compared = f"{times_text(times)} {measure.less}" if times >= 1 else f"{times_text(1 / times)} {measure.more}"
         yield (
             f"{name}: after {whole(shared[-1])} tokens {measure.words} {measure.text(here[shared[-1]])}, "
-            f"{compared} than with {base.get('name')} ({measure.text(there[shared[-1]])}); "
-            f"{_from_where(measure.less, _cheaper_from(cost, entry, key), shared[0])}."
+            f"{compared} than with {base.get('name')} ({measure.text(there[shared[-1]])})"
+            f"{_from_where(measure.less, finite(told[key]), shared[0]) if key in told else ''}."
         )
 
 
 def _from_where(less: str, start: float | None, shortest: float) -> str:
     if start is None:
-        return f"not {less} for good at any length measured"
-    return f"{less} at every length measured" if start <= shortest else f"{less} from {whole(start)} tokens on"
+        return f"; not {less} for good at any length measured"
+    return f"; {less} at every length measured" if start <= shortest else f"; {less} from {whole(start)} tokens on"
 
 
 def cost_plots(cost: Result, suffix: str) -> list[Block]:
@@ -106,15 +107,19 @@ def cost_plots(cost: Result, suffix: str) -> list[Block]:
 
 
 def cost_tables(cost: Result, suffix: str = "") -> list[Table]:
+    """Time and memory; the peaks of models in a table of their own, as a terminal has no room beside what is kept."""
+    keys, number = _measures(cost), suffix.replace("_", " ")
+    return [*_cost_table(cost, f"cost{number}", keys[:2]), *_cost_table(cost, f"peak bytes{number}", keys[2:])]
+
+
+def _cost_table(cost: Result, name: str, keys: Sequence[str]) -> list[Table]:
     entries = objects(cost.body, "models")
-    measures = _measures(cost)
-    header = ["tokens", *(f"{entry.get('name')}: {m.column}" for entry in entries for m in measures.values())]
-    curves = [(_curve(entry, key), measure) for entry in entries for key, measure in measures.items()]
+    header = ["tokens", *(f"{entry.get('name')}: {MEASURES[key].column}" for entry in entries for key in keys)]
+    curves = [(_curve(entry, key), MEASURES[key]) for entry in entries for key in keys]
     lengths = sorted({length for curve, _ in curves for length in curve})
     rows = [[whole(length), *(measure.text(curve.get(length)) for curve, measure in curves)] for length in lengths]
     stretched = [str(entry.get("name")) for entry in entries if entry.get("positions")]
     note = f" The position table of {', '.join(stretched)} was repeated for timing." if stretched else ""
-    name = f"cost{suffix.replace('_', ' ')}"
     return table(name, header, rows, [cost], names=0, note=note + _left_out(entries))
 
 
@@ -177,15 +182,15 @@ def _curve(entry: dict[str, Any], key: str) -> dict[float, float]:
     return {length: value for length, value in found if length is not None and value is not None}
 
 
-def _cheaper_from(cost: Result, entry: dict[str, Any], key: str) -> float | None:
-    """A result tells it of each converted model, or only of the first."""
+def _told(cost: Result, entry: dict[str, Any]) -> dict[str, Any]:
+    """From where a model is cheaper: a result tells it of each, or only of the first, and not always of peaks."""
     told = entry.get("cheaper_from") or (cost.body.get("cheaper_from") if entry is _others(cost)[0] else None)
-    return finite(value_at(told, key))
+    return told if isinstance(told, dict) else {}
 
 
 def _crossing(cost: Result, entry: dict[str, Any], key: str) -> Point | None:
     """Where the curves cross between two measured lengths, on the base model's line as logarithmic axes draw it."""
-    start, curve = _cheaper_from(cost, entry, key), sorted(_curve(_base(cost), key).items())
+    start, curve = finite(_told(cost, entry).get(key)), sorted(_curve(_base(cost), key).items())
     for (left, low), (right, high) in itertools.pairwise(curve):
         if start is not None and 0 < left < start <= right and min(low, high) > 0:
             return start, low * (high / low) ** (math.log(start / left) / math.log(right / left))
