@@ -181,21 +181,14 @@ class Engine:
         count = len(prompts)
         sampling = Sampling() if sampling is None else sampling
         one_for_all = isinstance(sampling, Sampling)
-        limits: list[Any] = (
-            list(max_new_tokens) if isinstance(max_new_tokens, (list, tuple)) else [max_new_tokens] * count
-        )
-        samplings: list[Any] = list(sampling) if isinstance(sampling, (list, tuple)) else [sampling] * count
-        given = [None] * count if states is None else list(states) if isinstance(states, (list, tuple)) else [states]
+        limits, samplings, given = (_for_each(value, count) for value in (max_new_tokens, sampling, states))
+        shared = [state for state in given if state is not None]
         for limit in limits:
             _check_whole("max_new_tokens", limit)
-        for name, values, kind in (
-            ("sampling", samplings, Sampling),
-            ("states", [state for state in given if state is not None], FastWeightsCache),
-        ):
+        for name, values, kind in (("sampling", samplings, Sampling), ("states", shared, FastWeightsCache)):
             for value in values:
                 if not isinstance(value, kind):
                     raise ConfigError(f"{name} must hold {kind.__name__}s, found {value!r}")
-        shared = [state for state in given if state is not None]
         if len({id(state) for state in shared}) < len(shared):
             raise ConfigError("one state is given to two prompts, and would be advanced twice: states=[s.fork(), ...]")
         for name, values in (("max_new_tokens", limits), ("sampling", samplings), ("states", given)):
@@ -293,6 +286,10 @@ class Engine:
         if arrival is not None:
             arrival.synchronize()
         return self.arrived.tolist()
+
+
+def _for_each(value: Any, count: int) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value] * count
 
 
 def _check_whole(name: str, value: Any) -> None:
