@@ -28,9 +28,9 @@ def folder(name: str) -> dict[str, Json]:
     return {path.stem: json.loads(path.read_text()) for path in sorted((ROOT / "results" / name).glob("*.json"))}
 
 
-def rate(value: float) -> str:
-    """As in 5e-4."""
-    return f"{value:.0e}".replace("e-0", "e-")
+def rate(value: float, digits: int = 0) -> str:
+    """As in 5e-4, or 1.5e-4."""
+    return f"{value:.{digits}e}".replace("e-0", "e-")
 
 
 def million(tokens: float, digits: int = 0) -> str:

@@ -57,7 +57,7 @@ def test_the_readme_has_smollm2s_results() -> None:
 
 
 def test_quality_of_smollm2s_long_runs() -> None:
-    names = ("decay", "window", "hybrid")
+    names = (*RUNS, "hybrid")
     texts = {name: texts_of(f"smollm2_long/{name}")[1] for name in ("tuned", *names)}
     a, b, c = (" and ".join(times("smollm2_long", name)) for name in names)
     positions = {
@@ -67,10 +67,13 @@ def test_quality_of_smollm2s_long_runs() -> None:
     first, *others = positions["window"]
     before, base = score_of("smollm2_25m/hybrid"), score_of("smollm2_base")
     runs = {name: result(f"smollm2_long/{name}") for name in names}
-    moved, ended = ({n: f"{f(runs[n]):.2f}" for n in names[:2]} for f in (lambda r: after_stage(r, 0), _best))
-    copied = [result(f"smollm2_long/{name}_tasks")["models"][0]["recall"]["copy"] for name in names[:2]]
+    moved, ended = ({n: f"{f(runs[n]):.2f}" for n in RUNS} for f in (lambda r: after_stage(r, 0), _best))
+    copied = [result(f"smollm2_long/{name}_tasks")["models"][0]["recall"]["copy"] for name in RUNS]
     assert all(row["accuracy"] == 0 for rows in copied for row in rows if row["distance"] >= 128)
     assert score_of("smollm2_long/window") > base
+    for name in RUNS:
+        pairs = zip(texts_of(f"smollm2_long/{name}")[0], runs[name]["tests"], strict=True)
+        assert max(abs(x - test["token"]) for x, test in pairs) < 0.025, "other precisions differ by 0.01 or 0.02"
     tuned = texts_of("smollm2_long/tuned")[0][0]
     on_wikitext = [f"{texts_of(f'smollm2_long/{name}')[0][0] / tuned:.2f}" for name in names]
     recalled = [result(f"smollm2_25m/{n}_tasks")["models"][0]["recall"]["pairs"] for n in ("hybrid", "window")]
@@ -102,7 +105,7 @@ def test_quality_of_smollm2_against_tokens() -> None:
     page, gaps = (ROOT / SMOLLM2).read_text(), {}
     for name, generation in (("first", "25m"), ("second", "36m"), ("third", "long")):
         path, cells = f"smollm2_{generation}", [f"[{name}](../results/smollm2_{generation})"]
-        for run in ("decay", "window"):
+        for run in RUNS:
             gaps[generation, run] = float(times(path, run)[0]) - 1
             score = f"{score_of(f'{path}/{run}'):.1f} %"
             cells += [f"{million(result(f'{path}/{run}')['tokens'])} M", *times(path, run), score]
@@ -233,7 +236,7 @@ def test_long_runs_of_smollm2() -> None:
     for head, run in zip(heads, runs, strict=True):
         stages = run["recipe"]["stages"]
         transfer = [f"{million(stage['tokens'])} M" for stage in stages if stage["loss"] == "transfer"] or ["–"]
-        body = ["–" if (value := stage["body_learning_rate"]) is None else finer(value) for stage in stages]
+        body = ["–" if (value := stage["body_learning_rate"]) is None else rate(value, 1) for stage in stages]
         cells = [*transfer, f"{million(stages[-1]['tokens'])} M", ", ".join(rate(s["learning_rate"]) for s in stages)]
         cells += [", ".join(body), f"{run['seconds'] / 60:.0f}"]
         assert f"{head} {' | '.join(cells)} |" in page, cells
@@ -257,11 +260,6 @@ def test_long_runs_of_smollm2() -> None:
     )
 
 
-def finer(value: float) -> str:
-    """As in 1.5e-4."""
-    return f"{value:.1e}".replace("e-0", "e-")
-
-
 def test_the_command_that_made_the_hybrid() -> None:
     """The page's options on top of the recipe `finish` are the recipe that was run."""
     ran = Recipe.from_dict(result("smollm2_long/hybrid")["recipe"])
@@ -275,7 +273,7 @@ def test_the_command_that_made_the_hybrid() -> None:
         assert option in shown[0]
     finish = load_recipe("finish")
     (stage,) = finish.stages
-    options = dict(compile=True, validate_every=ran.validate_every, validation_tokens=ran.validation_tokens)
+    options: Json = dict(compile=True, validate_every=ran.validate_every, validation_tokens=ran.validation_tokens)
     assert replace(finish, stages=type(finish.stages)([replace(stage, tokens=int(shown[1]))]), **options) == ran
 
 
