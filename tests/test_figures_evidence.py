@@ -72,8 +72,8 @@ def test_quality_of_smollm2s_long_runs() -> None:
     assert all(row["accuracy"] == 0 for rows in copied for row in rows if row["distance"] >= 128)
     assert score_of("smollm2_long/window") > base
     for name in RUNS:
-        pairs = zip(texts_of(f"smollm2_long/{name}")[0], runs[name]["tests"], strict=True)
-        assert max(abs(x - test["token"]) for x, test in pairs) < 0.025, "other precisions differ by 0.01 or 0.02"
+        twice = zip(texts_of(f"smollm2_long/{name}")[0], runs[name]["tests"], strict=True)
+        assert max(abs(x - test["token"]) for x, test in twice) < 0.025, "other precisions differ by 0.01 or 0.02"
     tuned = texts_of("smollm2_long/tuned")[0][0]
     on_wikitext = [f"{texts_of(f'smollm2_long/{name}')[0][0] / tuned:.2f}" for name in names]
     recalled = [result(f"smollm2_25m/{n}_tasks")["models"][0]["recall"]["pairs"] for n in ("hybrid", "window")]
