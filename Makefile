@@ -15,6 +15,7 @@ lint: .venv/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 bench: .venv/.installed
 	$(BIN)/python benchmarks/cpu.py

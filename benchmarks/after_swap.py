@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 import fastweights as fw
-from fastweights.convert import load, load_tokenizer
-from fastweights.provenance import write_result
+from fastweights.loading import load, load_tokenizer
+from fastweights.utils.provenance import write_result
 
 LENGTH, ROWS = 512, 4
 LOG = dict(rule="decay", m=32, gate_init="log", train_length=LENGTH)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 import fastweights as fw
-from fastweights.convert import load, load_tokenizer
-from fastweights.provenance import write_result
+from fastweights.loading import load, load_tokenizer
+from fastweights.utils.provenance import write_result
 
 LENGTH = 1024
 # Rule, and its columns of Table 1: baseline, without normalisation, without map and normalisation.

@@ -27,8 +27,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fastweights as fw
 from fastweights.ops.chunked import chunked
-from fastweights.provenance import write_result
 from fastweights.rules import RULES, loop
+from fastweights.utils.provenance import write_result
 
 B, T, H, D, M = 4, 1024, 12, 64, 32
 TOLERANCE = 1e-5

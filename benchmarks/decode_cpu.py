@@ -22,11 +22,11 @@ from rich.table import Table
 from transformers import DynamicCache
 
 import fastweights as fw
-from fastweights.generate import prefill
-from fastweights.models import evaluating
-from fastweights.profiling import stretched
-from fastweights.provenance import write_result
+from fastweights.decode.engine import prefill
+from fastweights.modeling.classes import evaluating
+from fastweights.profiling.model_cost import stretched
 from fastweights.quickstart import PACKAGED, SETTINGS
+from fastweights.utils.provenance import write_result
 
 LENGTHS = (64, 512, 1024)
 TOLERANCE = 1e-5
@@ -47,10 +47,10 @@ def attention(model: Any, ids: torch.Tensor) -> Callable[[], None]:
 def check(model: Any, ids: torch.Tensor) -> float:
     """Relative error of the engine's logits after a text, its last token by a step."""
     engine = fw.Engine(model)
-    engine.stepper.fill(0, prefill(model, ids[:-1])[1])
-    engine.stepper.tokens.copy_(ids[-1:])
+    engine.decoder.fill(0, prefill(model, ids[:-1])[1])
+    engine.decoder.tokens.copy_(ids[-1:])
     expected = model(ids[None]).logits[:, -1]
-    return float((engine.stepper.step() - expected).norm() / expected.norm())
+    return float((engine.decoder.step() - expected).norm() / expected.norm())
 
 
 def seconds(steps: dict[str, Callable[[], None]], tokens: int) -> dict[str, float]:

@@ -18,11 +18,11 @@ from pathlib import Path
 
 from packaged_model import BORDER, LEFT_OUT, RECOVERY, VALIDATION, new_model, tokenizer
 
-from fastweights.convert import load_tokenizer, save
-from fastweights.data import prepare
-from fastweights.recipe import load_recipe
-from fastweights.sources import documents
-from fastweights.train import Task, resume, train
+from fastweights.data.readers import documents
+from fastweights.data.token_files import prepare
+from fastweights.loading import load_tokenizer, save
+from fastweights.training.recipe import load_recipe
+from fastweights.training.trainer import TrainConfig, resume, train
 
 VOCABULARY, POSITIONS = 8192, 1024
 SIZE = dict(n_layer=6, n_head=6, n_embd=384)
@@ -51,7 +51,7 @@ def main() -> None:
         resume(run)
     else:
         texts_used = {"data": str(tokens), "validation": str(work / "validation.txt.xz")}
-        train(Task(str(start), recipe=load_recipe("evidence_base"), **texts_used), run)
+        train(TrainConfig(str(start), recipe=load_recipe("evidence_base"), **texts_used), run)
     shutil.copyfile(run / "result.json", "results/evidence_base.json")
 
 

@@ -25,7 +25,7 @@ import gpu_ops
 import gpu_tables
 from measure import Settings, first_line
 
-from fastweights.provenance import provenance, write_result
+from fastweights.utils.provenance import provenance, write_result
 
 PARTS = {
     "precision": gpu_ops.precision,

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 import fastweights as fw
 from fastweights import ops
-from fastweights.generate import Engine, prefill
+from fastweights.decode.engine import Engine, prefill
 
 M = 32
 WARM_UP_STEPS, TIMED_STEPS = 3, 10
@@ -156,7 +156,7 @@ def decode(settings: Settings) -> Iterator[dict[str, Any]]:
     model = random_model(config, True, settings.device, torch.bfloat16).eval()
     result: dict[str, Any] = {
         "model": "the shape of SmolLM2-135M, random weights in bfloat16",
-        "decay is": "fastweights.generate.Engine.generate, greedy; m = 32; all slots go on from one prompt's state",
+        "decay is": "fastweights.Engine.generate, greedy; m = 32; all slots go on from one prompt's state",
         "attention is": "generate of transformers with a static cache, its own compiled steps, greedy",
         "copy bytes/s": bandwidth,
         "weight bytes": sum(p.nbytes for p in model.parameters()),

@@ -20,9 +20,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fastweights.ops.kernels import launch, tiled
-from fastweights.ops.kernels.blocks import SEGMENT_TILE, TILE
-from fastweights.provenance import write_result
+from fastweights.ops.triton import launch, tiled
+from fastweights.ops.triton.blocks import SEGMENT_TILE, TILE
+from fastweights.utils.provenance import write_result
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 FLOAT32 = {"starts", "end", "dends", "dstart", "sums", "kepts"}

@@ -18,10 +18,11 @@ from pathlib import Path
 
 import torch
 
-from fastweights.convert import convert, load
-from fastweights.generate import PIECE, prefill
-from fastweights.provenance import write_result
+from fastweights.conversion import convert
+from fastweights.decode.engine import PIECE, prefill
+from fastweights.loading import load
 from fastweights.quickstart import PACKAGED, SETTINGS
+from fastweights.utils.provenance import write_result
 
 
 def read(length: int, device: str) -> dict[str, float]:

@@ -18,9 +18,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from fastweights.convert import load, load_tokenizer, save
-from fastweights.recipe import load_recipe
-from fastweights.train import Task, resume, train
+from fastweights.loading import load, load_tokenizer, save
+from fastweights.training.recipe import load_recipe
+from fastweights.training.trainer import TrainConfig, resume, train
 
 BORDER = "<|endoftext|>\n"
 # First words of the books that the model never sees: for recovering a converted model, and for measuring.
@@ -55,7 +55,7 @@ def main() -> None:
     if (run / "run.json").is_file():
         resume(run)
     else:
-        train(Task(str(start), recipe=load_recipe("packaged"), **text), run)
+        train(TrainConfig(str(start), recipe=load_recipe("packaged"), **text), run)
     shutil.copyfile(run / "result.json", "results/packaged_model.json")
     if options.export:
         export(run / "best", options.work, options.export)

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from fastweights.convert import load, load_tokenizer
-from fastweights.evaluate import perplexity
-from fastweights.harness import rolling_perplexity
-from fastweights.provenance import write_result
+from fastweights.evaluation.lm_eval import rolling_perplexity
+from fastweights.evaluation.perplexity import perplexity
+from fastweights.loading import load, load_tokenizer
+from fastweights.utils.provenance import write_result
 
 BATCH = 4
 AGREE = 1e-4

@@ -33,8 +33,8 @@ from measure import NOT_FINITE, first_line
 from torch import Tensor
 
 from fastweights import ops
-from fastweights.provenance import write_result
 from fastweights.rules import RULES
+from fastweights.utils.provenance import write_result
 
 # bfloat16 rounds by up to 4e-3: a tensor of few numbers is not held to the 5e-3 of large ones.
 LIMITS = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 1e-2}

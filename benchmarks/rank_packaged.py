@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import fastweights
-from fastweights.provenance import write_result
+from fastweights.utils.provenance import write_result
 
 PACKAGED = Path(fastweights.__file__).parent / "packaged"
 SETTINGS = ("--gate-init", "log", "--window", "32", "--train-length", "512")

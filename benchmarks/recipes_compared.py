@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 
-from fastweights.convert import convert, load, load_tokenizer, save
-from fastweights.display import Display
-from fastweights.provenance import write_result
+from fastweights.conversion import convert
+from fastweights.loading import load, load_tokenizer, save
 from fastweights.quickstart import PACKAGED, RECOVERY_TEXT, SETTINGS, VALIDATION_TEXT
-from fastweights.recipe import Recipe, Stage, load_recipe
 from fastweights.report import compare_curves
-from fastweights.train import Task, train
+from fastweights.training.recipe import Recipe, Stage, load_recipe
+from fastweights.training.trainer import TrainConfig, train
+from fastweights.utils.progress import Display
+from fastweights.utils.provenance import write_result
 
 TRANSFER_SHARE = 0.2
 
@@ -79,7 +80,7 @@ def run(job: tuple[str, int, int]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         converted = convert(load(PACKAGED, dtype=torch.float32), dataclasses.replace(SETTINGS, seed=seed))
         save(converted, Path(folder) / "swapped", load_tokenizer(PACKAGED))
-        task = Task(
+        task = TrainConfig(
             model=str(Path(folder) / "swapped"),
             data=str(RECOVERY_TEXT),
             recipe=recipe,

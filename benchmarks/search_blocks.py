@@ -1,4 +1,4 @@
-"""The small search behind fastweights/ops/kernels/blocks.json: warps, pipeline depth and registers of every kernel.
+"""The small search behind fastweights/ops/triton/blocks.json: warps, pipeline depth and registers of every kernel.
 
     python benchmarks/search_blocks.py [--out blocks.json] [--bm 16,32] [--families tiled,delta] [--widths 16,32]
 
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fastweights.ops.kernels import blocks, launch
+from fastweights.ops.triton import blocks, launch
 from fastweights.rules import RULES
 
 BATCH, LENGTH, HEADS, D = 32, 1024, 12, 64

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fastweights as fw
-from fastweights.convert import load, load_tokenizer
-from fastweights.losses import answer, listen
-from fastweights.provenance import write_result
+from fastweights.loading import load, load_tokenizer
+from fastweights.training.losses import answer, capture_attention
+from fastweights.utils.provenance import write_result
 
 HELD_OUT_SHARE = 0.05
 
@@ -158,7 +158,7 @@ def transfer_step(teacher: Any, attentions: list, rows: Tensor, device: str) -> 
     """Each layer gets its teacher's input and is drawn to the teacher's output."""
     batch = {"input_ids": rows, "position_ids": torch.arange(rows.shape[1], device=device).expand_as(rows)}
     with torch.autocast(device, torch.bfloat16):
-        heard = listen(teacher, batch)
+        heard = capture_attention(teacher, batch)
     for index, attention in enumerate(attentions):
         with torch.autocast(device, torch.bfloat16):
             found = answer(attention, heard[index], batch)

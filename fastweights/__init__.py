@@ -17,24 +17,24 @@ from fastweights.config import MODEL_TYPE_PREFIX
 
 if TYPE_CHECKING:
     from fastweights import ops as ops
-    from fastweights.cache import FastWeightsCache as FastWeightsCache
     from fastweights.config import FastWeightsConfig as FastWeightsConfig
     from fastweights.config import Sampling as Sampling
-    from fastweights.convert import convert as convert
-    from fastweights.convert import load as load
-    from fastweights.convert import lora_modules as lora_modules
-    from fastweights.generate import Engine as Engine
+    from fastweights.conversion import convert as convert
+    from fastweights.conversion import lora_modules as lora_modules
+    from fastweights.decode.engine import Engine as Engine
+    from fastweights.loading import load as load
+    from fastweights.modeling.cache import FastWeightsCache as FastWeightsCache
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "Engine": "fastweights.generate",
-    "FastWeightsCache": "fastweights.cache",
+    "Engine": "fastweights.decode.engine",
+    "FastWeightsCache": "fastweights.modeling.cache",
     "FastWeightsConfig": "fastweights.config",
     "Sampling": "fastweights.config",
-    "convert": "fastweights.convert",
-    "load": "fastweights.convert",
-    "lora_modules": "fastweights.convert",
+    "convert": "fastweights.conversion",
+    "load": "fastweights.loading",
+    "lora_modules": "fastweights.conversion",
 }
 _CONFIG_TABLE = "transformers.models.auto.configuration_auto"
 
@@ -53,21 +53,13 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-class _Package(ModuleType):
-    def __setattr__(self, name: str, value: Any) -> None:
-        """`fastweights.convert` is a module and a function; the name belongs to the function."""
-        if name == "convert" and isinstance(value, ModuleType):
-            value = value.convert
-        super().__setattr__(name, value)
-
-
 class _ConvertedModels(dict):
     """transformers' table of registered configurations. Ours are entered when one is first asked for: to import them
     earlier would be a circle where a model's own module is what imports the table."""
 
     def __contains__(self, model_type: object) -> bool:
         if str(model_type).startswith(MODEL_TYPE_PREFIX) and not super().__contains__(model_type):
-            importlib.import_module("fastweights.models")
+            importlib.import_module("fastweights.modeling.classes")
         return super().__contains__(model_type)
 
 
@@ -96,7 +88,6 @@ class _AfterTransformers(MetaPathFinder):
         return spec
 
 
-sys.modules[__name__].__class__ = _Package
 if _CONFIG_TABLE in sys.modules:
     _extend_table(sys.modules[_CONFIG_TABLE])
 else:

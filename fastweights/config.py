@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any, get_type_hints
 
+from fastweights.utils.errors import FastWeightsError
+
 # model_type of a converted model: this and its family's name
 MODEL_TYPE_PREFIX = "fastweights_"
 LOCAL = "local"
@@ -27,7 +29,7 @@ _BEST_MAP = {"delta": "relu"}
 _BEST_NORMALIZER = {"delta": "sum"}
 
 
-class ConfigError(ValueError):
+class ConfigError(FastWeightsError):
     """A configuration that is not defined, with the reason."""
 
 

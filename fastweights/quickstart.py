@@ -16,18 +16,19 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Column, Table
 
-from fastweights import checkpoint as saved
 from fastweights.config import FastWeightsConfig
-from fastweights.convert import convert, load, load_tokenizer, save
-from fastweights.describe import describe
-from fastweights.display import Display
-from fastweights.evaluate import evaluate
-from fastweights.profiling import decode_cost
-from fastweights.provenance import write_result
-from fastweights.recipe import Recipe, load_recipe
+from fastweights.conversion import convert
+from fastweights.data.readers import documents
+from fastweights.evaluation.perplexity import evaluate
+from fastweights.loading import load, load_tokenizer, save
+from fastweights.modeling.description import describe
+from fastweights.profiling.model_cost import decode_cost
 from fastweights.report import check_matplotlib, make_report
-from fastweights.sources import documents
-from fastweights.train import Interrupted, Task, resume, train
+from fastweights.training import checkpoint as saved
+from fastweights.training.recipe import Recipe, load_recipe
+from fastweights.training.trainer import Interrupted, TrainConfig, resume, train
+from fastweights.utils.progress import Display
+from fastweights.utils.provenance import write_result
 
 PACKAGED = Path(__file__).parent / "packaged"
 RECOVERY_TEXT, VALIDATION_TEXT = PACKAGED / "recovery.txt.xz", PACKAGED / "validation.txt.xz"
@@ -111,7 +112,7 @@ def _train(folder: Path, recipe: Recipe, console: Console) -> dict[str, Any]:
         if (target / saved.RUN).is_file():
             shutil.rmtree(target)
         model, texts = str((folder / "swapped").absolute()), (str(RECOVERY_TEXT), str(VALIDATION_TEXT))
-        task = Task(model, texts[0], recipe, validation=texts[1], device="cpu")
+        task = TrainConfig(model, texts[0], recipe, validation=texts[1], device="cpu")
         return train(task, target, display=display)
     except Interrupted as error:
         error.args = (f"stopped in the training; go on with: fastweights quickstart -o {folder}",)

@@ -12,10 +12,10 @@ import pytest
 from rich.console import Console
 
 from fastweights import quickstart
-from fastweights.convert import load, load_tokenizer
-from fastweights.describe import describe
-from fastweights.recipe import Recipe, load_recipe
-from fastweights.train import TrainingError
+from fastweights.loading import load, load_tokenizer
+from fastweights.modeling.description import describe
+from fastweights.training.recipe import Recipe, load_recipe
+from fastweights.training.trainer import TrainingError
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ __all__ = ["BACKENDS", "add", "apply", "decay", "delta", "gated", "use_backend"]
 
 def _triton(*args: Any, wide: bool = False) -> tuple[Tensor, Tensor]:
     # imported when first used: Triton is an extra, and takes a while
-    from fastweights.ops.kernels import kernels
+    from fastweights.ops.triton import kernels
 
     return kernels(*args, wide=wide)
 

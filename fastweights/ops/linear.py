@@ -151,7 +151,7 @@ class Linear:
     def _run_kernel(self, x: Tensor, out: Tensor, add: bool, sums: NormSums | None) -> None:
         from triton import cdiv
 
-        from fastweights.ops.linear_kernels import linear_kernel
+        from fastweights.ops.triton.decode_linear import linear_kernel
 
         rows, k = x.shape
         chip = Chip(multiprocessors(x.device), shared_bytes(x.device), has_warp_groups(x.device))

@@ -95,7 +95,7 @@ def step_kernel(
     """The same into y, by one kernel, with queries and keys turned and keys scaled on the way."""
     from triton import cdiv, next_power_of_2
 
-    from fastweights.ops.step_kernels import step_kernel as kernel
+    from fastweights.ops.triton.decode_step import step_kernel as kernel
 
     q, k, v, *gate_logits = (x if x[0].is_contiguous() else x.contiguous() for x in (q, k, v, *gate_logits))
     (batch, states, d), m = v.shape, k.shape[-1]
@@ -165,7 +165,7 @@ def window_kernel(
     values [B,S,w,d] take in k and v [B,S,d] at positions [B] modulo w; q [B,H,d]."""
     from triton import next_power_of_2
 
-    from fastweights.ops.step_kernels import window_kernel as kernel
+    from fastweights.ops.triton.decode_step import window_kernel as kernel
 
     q, k, v = (x if x[0].is_contiguous() else x.contiguous() for x in (q, k, v))
     (batch, states, width, d), group = keys.shape, q.shape[1] // keys.shape[1]

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastweights.provenance import write_text
 from fastweights.report.comparison import comparison_plots, comparison_tables, comparisons, order_text, table_of
 from fastweights.report.cost import cost_parts, cost_plots, cost_tables, winnings
 from fastweights.report.page import Bullets, Page, Section, Table, to_html, to_markdown
@@ -32,6 +31,7 @@ from fastweights.report.results import (
     runs_in,
 )
 from fastweights.report.training import comparison, outcomes, training_plots, training_tables
+from fastweights.utils.files import write_text
 
 TITLE = "What conversion cost and what it won"
 LOST_UNKNOWN = "Not measured here: the result of an evaluation (fastweights eval) would tell."

@@ -27,7 +27,7 @@ from fastweights.report.results import (
 from fastweights.report.training import outcomes, training_tables
 
 if TYPE_CHECKING:
-    from fastweights.describe import Description
+    from fastweights.modeling.description import Description
 
 # Front matter must be the first thing in the file, so this stands right after it.
 MARK = "<!-- written by fastweights -->"
@@ -108,7 +108,7 @@ def _name(folder: Path) -> str:
 
 
 def _card_sections(results: Sequence[Result], folder: Path, base_name: str | None) -> list[Section]:
-    from fastweights.describe import describe_folder, facts
+    from fastweights.modeling.description import describe_folder, facts
 
     described = describe_folder(folder)
     if described.settings is None:

@@ -16,6 +16,8 @@ from typing import Any
 
 from rich.filesize import decimal
 
+from fastweights.utils.errors import FastWeightsError
+
 KINDS = ("training", "evaluation", "cost")
 MEASURES = {"perplexity", "by_position", "recall", "tasks"}
 MISSING = "–"
@@ -23,7 +25,7 @@ DIVERGED = "diverged"
 ResultFile = str | os.PathLike
 
 
-class ReportError(ValueError):
+class ReportError(FastWeightsError):
     """A report that cannot be made, with the file and the reason."""
 
 

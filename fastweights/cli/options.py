@@ -1,0 +1,188 @@
+"""What the commands share: options made from settings, numbers and lists as they are typed, errors in one line."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import tempfile
+from collections.abc import Callable
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+import typer
+
+from fastweights.config import ConfigError, FastWeightsConfig, Sampling
+from fastweights.training.recipe import Recipe, RecipeError, Stage
+from fastweights.utils.errors import FastWeightsError, Stopped
+
+Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
+DTYPE_HELP = "Precision of the weights; by default the checkpoint's own."
+LARGEST_LAYER = 100_000
+PROFILED_HELP = "Models to compare, the base first; by default the paper's layer and the packaged model."
+LENGTHS_HELP = "Text lengths, in tokens; by default 128 to 65,536, for models on a CPU 256 to 16,384."
+COST_OUTPUT_HELP = "JSON file for the result; its figure is drawn beside it, as .png and .svg."
+
+
+def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """What a user can put right is one line on stderr and exit code 2; anything else is a traceback."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except FastWeightsError as error:
+            named = isinstance(error, ConfigError | RecipeError)
+            message = error.message(flag_of)
+            _fail(_with_flags(message) if named else message, 2, error)
+        except ValueError as error:
+            _fail(str(error), 2, error)
+        except OSError as error:
+            if error.filename is None:
+                raise
+            _fail(f"{error.filename}: {error.strerror}", 2, error)
+        except Stopped as error:
+            _fail(str(error), error.exit_code, error)
+
+    return run
+
+
+# Arguments of the library whose flag is not their name with dashes.
+_FLAGS: dict[str, str] = {}
+
+
+def flag_of(argument: str) -> str:
+    """The flag that a user types for an argument of the library."""
+    return _FLAGS.get(argument, f"--{argument.replace('_', '-')}")
+
+
+def _fail(message: str, exit_code: int, error: Exception) -> None:
+    typer.echo(f"error: {' '.join(message.split())}", err=True)
+    raise typer.Exit(exit_code) from error
+
+
+def _with_flags(message: str) -> str:
+    """The settings that a configuration error speaks of (`name=...`, `name must ...`) as they are typed here; in a file
+    and in --set they are typed otherwise."""
+    if re.match(r"--set |\S.*\.ya?ml[: ]", message):
+        return message
+    names = "|".join(["lengths", *(f.name for kind in (FastWeightsConfig, Recipe, Sampling) for f in fields(kind))])
+    return re.sub(rf"(?<![\w.-])({names})(?==| must\b)", lambda found: "--" + found[1].replace("_", "-"), message)
+
+
+def takes_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command an option for every field of FastWeightsConfig; the command gets them as `config`."""
+    settings = fields(FastWeightsConfig)
+
+    @functools.wraps(command)
+    def run(**arguments: Any) -> None:
+        values = {f.name: arguments.pop(f.name) for f in settings}
+        values["layers"] = None if values["layers"] is None else parse_layers(values["layers"])
+        command(config=FastWeightsConfig(**values), **arguments)
+
+    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "config"]
+    run.__signature__ = inspect.Signature([*own, *map(_option, settings)])  # type: ignore[attr-defined]
+    return run
+
+
+def _option(setting: Field) -> inspect.Parameter:
+    is_list = setting.name == "layers"
+    help = FastWeightsConfig.help(setting.name) + (" For example 0,2,5-7." if is_list else "")
+    kind: Any = str | None if is_list else FastWeightsConfig.type_of(setting.name)
+    annotation = Annotated[kind, typer.Option(help=help)]
+    return inspect.Parameter(
+        setting.name, inspect.Parameter.KEYWORD_ONLY, default=setting.default, annotation=annotation
+    )
+
+
+def _with_default(setting: Field) -> str:
+    default = "" if setting.default is None else f" Unless the recipe says otherwise, {setting.default}."
+    return Recipe.help(setting.name) + default
+
+
+def stage_help() -> str:
+    """Every setting of a stage, for the help of --set."""
+    described = [f"{f.name} ({f.default}): {f.metadata['help']}" for f in fields(Stage)]
+    return "Change a stage: LOSS.NAME=VALUE, such as distill.tokens=1000000. Names and defaults: " + " ".join(described)
+
+
+def takes_changes(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command an option for every field of a Recipe but its stages; the command gets those given as
+    `changes`."""
+    settings = [f for f in fields(Recipe) if f.name != "stages"]
+    types = get_type_hints(Recipe)
+
+    @functools.wraps(command)
+    def run(**arguments: Any) -> None:
+        values = {f.name: arguments.pop(f.name) for f in settings}
+        command(changes={name: value for name, value in values.items() if value is not None}, **arguments)
+
+    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "changes"]
+    added = [
+        inspect.Parameter(
+            f.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[types[f.name] | None, typer.Option(help=_with_default(f))],
+        )
+        for f in settings
+    ]
+    run.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
+    return run
+
+
+def given_options(context: typer.Context, besides: str | tuple[str, ...]) -> list[str]:
+    """The options and arguments that were typed, as they are typed."""
+    allowed = (besides,) if isinstance(besides, str) else besides
+    typed: list[Any] = [p for p in context.command.params if p.name not in allowed and _was_typed(context, str(p.name))]
+    return [p.opts[0] if p.opts[0].startswith("-") else p.metavar.strip("[].") for p in typed]
+
+
+def _was_typed(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def check_output(path: Path | None, is_picture: bool = False) -> None:
+    """Before hours of measuring, not after."""
+    if path is not None and path.suffix in (".png", ".svg") and not is_picture:
+        raise ValueError(f"--output {path} is for numbers: give a JSON file, such as {path.with_suffix('.json')}")
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise ValueError(f"--output {path} cannot be written: give a file name in a folder that exists")
+    if path is not None:
+        try:
+            tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.").close()
+        except OSError as error:
+            reason = f"no file can be made in {path.parent} ({error.strerror}); choose another folder"
+            raise ValueError(f"--output {path} cannot be written: {reason}") from error
+
+
+def parse_numbers(flag: str, text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ValueError(f"{flag} takes whole numbers such as 0,480, found {text!r}") from error
+
+
+def parse_layers(text: str) -> tuple[int, ...]:
+    """The layer numbers in a list such as 0,2,5-7."""
+    layers: list[int] = []
+    for part in text.split(","):
+        ends = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        numbers = range(int(ends[1]), int(ends[2] or ends[1]) + 1) if ends else range(0)
+        if not numbers or numbers[-1] > LARGEST_LAYER:
+            raise ConfigError(f"layers must be numbers and ranges from low to high such as 0,2,5-7, found {text!r}")
+        layers.extend(numbers)
+    return tuple(layers)
+
+
+def usable_device(device: str | None) -> str:
+    import torch
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {device} cannot be used here: {str(error).splitlines()[0]}") from error
+    return device

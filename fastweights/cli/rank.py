@@ -1,0 +1,138 @@
+"""`fastweights rank`: parses, calls, prints, as cli.py does it."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
+
+from fastweights.cli.options import check_output, reports_errors, usable_device
+
+if TYPE_CHECKING:
+    from fastweights.training.losses import Batch
+
+LENGTH = 512
+
+
+@reports_errors
+def rank(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a converted model, trained or not.")],
+    data: Annotated[str, typer.Option(help="Text to measure on: a file, a folder, or hf:NAME, as for train.")],
+    teacher: Annotated[
+        str | None, typer.Option(help="The unconverted model; by default the one that DIR was converted from.")
+    ] = None,
+    keep: Annotated[int, typer.Option(min=0, help="Choose so many layers, each the best beside those before.")] = 0,
+    fit: Annotated[
+        bool, typer.Option("--fit", help="Fit output projections first: for a model that was never trained.")
+    ] = False,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens to measure on, at most.")] = 65_536,
+    length: Annotated[
+        int | None,
+        typer.Option(min=2, help=f"Tokens of a row; by default {LENGTH}, or what there are positions for."),
+    ] = None,
+    text_field: Annotated[str, typer.Option(help="Field of JSON lines and data sets that holds the text.")] = "text",
+    device: Annotated[str | None, typer.Option(help="Device to run on; by default a GPU where there is one.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON file for the result.")] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="New folder for the hybrid: DIR with the layers of --keep as attention.")
+    ] = None,
+) -> None:
+    """Which layers to keep as attention: restores one at a time and measures how near the model then is to its base."""
+    import torch
+    from transformers.utils import logging
+
+    from fastweights.evaluation.layer_ranking import batches_of, hybrid_from, load_pair, rank_layers
+    from fastweights.loading import load_tokenizer
+    from fastweights.training.losses import converted_layers
+    from fastweights.utils.provenance import write_result
+
+    logging.disable_progress_bar()
+    began = time.perf_counter()
+    check_output(output)
+    _check_save(save, keep)
+    usable = usable_device(device)
+    with Console(stderr=True).status(f"loading {escape(str(folder))}"):
+        student, base = (model.to(usable) for model in load_pair(folder, teacher, dtype=torch.float32))
+        tokenizer = load_tokenizer(folder)
+    layers = len(converted_layers(student))
+    if keep > layers or (save is not None and keep == layers):
+        most, why = (layers, "") if save is None else (layers - 1, ", so that --save has a layer left to convert")
+        raise ValueError(f"--keep {keep}: {folder} has {layers} converted layers, choose at most {most}{why}")
+    rows = _rows(folder, data, tokenizer, (student, base), tokens, length, text_field)
+    found = rank_layers(student, base, batches_of(rows), keep=keep, fit=fit)
+    base_name = Path(teacher or student.config.fastweights_base).name
+    result = {
+        "kind": "ranking",
+        "seed": 0,
+        "tokens": rows["input_ids"].numel(),
+        "model": {"name": folder.name, "base": base_name, "settings": student.config.fastweights},
+        "data": {"name": Path(data).name},
+        "settings": {"keep": keep, "fit": fit, "length": rows["input_ids"].shape[1], "device": usable},
+        **found,
+        "seconds": round(time.perf_counter() - began, 2),
+    }
+    _print(result)
+    if output is not None:
+        write_result(output, result)
+    if save is not None:
+        hybrid_from(folder, found["chosen"], save, teacher)
+        typer.echo(str(save))
+
+
+def _check_save(save: Path | None, keep: int) -> None:
+    """Before minutes of measuring, not after."""
+    if save is None:
+        return
+    if not keep:
+        raise ValueError(f"--save {save}: say with --keep how many layers of the hybrid are attention")
+    if save.exists() and (not save.is_dir() or any(save.iterdir())):
+        raise ValueError(f"--save {save} exists and is not an empty folder: name a new one")
+    above = next(folder for folder in save.absolute().parents if folder.exists())
+    if not os.access(above, os.W_OK):
+        raise ValueError(f"--save {save}: {above} cannot be written to; choose another folder")
+
+
+def _rows(
+    folder: Path, data: str, tokenizer: Any, models: tuple[Any, Any], tokens: int, length: int | None, text_field: str
+) -> Batch:
+    from fastweights.data.batches import validation_rows
+    from fastweights.data.readers import DataError
+    from fastweights.data.token_files import check_vocabulary, prepare
+    from fastweights.evaluation.perplexity import window_for
+
+    wanted = min(LENGTH, tokens) if length is None else length
+    if tokens < wanted:
+        raise ValueError(f"--tokens {tokens} are fewer than one row: give at least --length {length}")
+    most = window_for(models, wanted)
+    if length is not None and length > most:
+        raise ValueError(f"--length {length}: {folder} has positions for {most} tokens only")
+    if tokenizer is None:
+        raise ValueError(f"{folder} has no tokenizer: save the model's there with tokenizer.save_pretrained")
+    try:
+        shown = Console(stderr=True).is_terminal  # elsewhere a bar would leave an empty line
+        prepared = prepare(data, tokenizer, text_field=text_field, limit=tokens, progress=shown)
+        rows = validation_rows(prepared, most)
+    except DataError as error:
+        raise ValueError(f"--data {error}") from error
+    check_vocabulary(prepared, tokenizer, models[0].config)
+    return rows
+
+
+def _print(result: dict[str, Any]) -> None:
+    console = Console()
+    console.print(f"KL(base || model) of next tokens, nothing restored: {result['kl']:.4f}", highlight=False)
+    table = Table(*(Column(header, justify="right") for header in ("layer", "KL with it restored", "gain")), box=None)
+    for row in result["layers"]:
+        table.add_row(str(row["layer"]), f"{row['kl']:.4f}", f"{row['gain']:+.4f}")
+    console.print(table)
+    if result["chosen"]:
+        kept = Table(*(Column(header, justify="right") for header in ("keep", "KL with those so far")), box=None)
+        for layer, kl in zip(result["chosen"], result["kl_after"], strict=True):
+            kept.add_row(str(layer), f"{kl:.4f}")
+        console.print("", kept)

@@ -1,0 +1,83 @@
+"""Pretrained model -> fast-weight model; loading and saving with errors that say what to do."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torch import nn
+
+from fastweights.config import ConfigError, FastWeightsConfig
+from fastweights.modeling.classes import CLASSES, FastWeightsMixin, keep_softcap, new_layer
+from fastweights.modeling.families import Family, family_of
+from fastweights.modeling.layer import FastWeightsAttention
+
+
+def convert(model: Any, config: FastWeightsConfig | None = None) -> Any:
+    """Replace a pretrained model's attention, in place, by fast weights; the same object comes back."""
+    config = FastWeightsConfig() if config is None else config
+    if isinstance(model, str | os.PathLike):
+        raise ConfigError(
+            f"convert takes a model, found the name {str(model)!r}: load it first, fw.load({str(model)!r})"
+        )
+    if isinstance(model, FastWeightsMixin):
+        raise ConfigError(f"this {type(model).__name__} is already converted: start from the pretrained model")
+    family = family_of(model)
+    blocks = family.blocks(model)
+    check_layers(config, len(blocks))
+    if getattr(model.config, "add_cross_attention", False):
+        raise ConfigError("a model with cross-attention (add_cross_attention=True) cannot be converted")
+    new = {
+        i: _new_layer(family, block, model.config, config, i) for i, block in enumerate(blocks) if config.converts(i)
+    }
+    for index, layer in new.items():
+        setattr(blocks[index], family.attention, layer)
+    _forget_gguf(model)
+    vars(model).pop("_weight_conversions", None)  # a renaming of tensors at loading that saving would undo
+    keep_softcap(model.config)
+    model.config.__class__, model.__class__ = CLASSES[family.name]
+    model.config.fastweights = config.to_dict()
+    model.config.architectures = [type(model).__name__]
+    return model
+
+
+def _forget_gguf(model: Any) -> None:
+    """transformers reads a GGUF file into plain floats, yet goes on calling it quantized and will not save it."""
+    if getattr(model, "quantization_method", None) == "gguf" and all(p.is_floating_point() for p in model.parameters()):
+        del model.hf_quantizer, model.is_quantized, model.quantization_method, model.config.quantization_config
+
+
+def check_layers(config: FastWeightsConfig, count: int) -> None:
+    beyond = [i for i in config.layers or () if i >= count]
+    if beyond:
+        raise ConfigError(f"layers={beyond} do not exist: the model has {count} layers, numbered 0 to {count - 1}")
+
+
+def _new_layer(
+    family: Family, block: nn.Module, model_config: Any, config: FastWeightsConfig, index: int
+) -> FastWeightsAttention:
+    old = family.attention_of(block)
+    like = next(old.parameters())
+    if not like.is_floating_point():
+        raise ConfigError(
+            f"the weights of layer {index} are {like.dtype}: quantized models must be loaded in a float dtype first"
+        )
+    if like.is_meta:
+        raise ConfigError(
+            f"the weights of layer {index} are not in memory (offloaded): load the model without offloading"
+        )
+    layer = new_layer(family, old, model_config, config, index)
+    return layer.to(device=like.device, dtype=like.dtype).train(old.training)
+
+
+# Parts of a converted layer that are new or normed: small, so LoRA trains and saves them whole.
+_SMALL_PARTS = ("gates.f", "gates.z", "gates.g", "feature_map", "output_norm", "mix", "q_norm", "k_norm")
+
+
+def lora_modules(model: Any) -> dict[str, list[str]]:
+    """Arguments for peft's LoraConfig: low-rank updates on the projections, all other new parameters saved whole."""
+    if not isinstance(model, FastWeightsMixin):
+        raise ConfigError(f"lora_modules takes a converted model, found a {type(model).__name__}")
+    with_parameters = [name for name, module in model.named_modules() if any(True for _ in module.parameters(False))]
+    present = [part for part in _SMALL_PARTS if any(name.endswith(f".{part}") for name in with_parameters)]
+    return {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "modules_to_save": present}

@@ -1,0 +1,1 @@
+"""Text files to token files to packed batches."""

@@ -1,0 +1,233 @@
+"""Text -> memory-mapped token files, made once and reused -> packed batches, a pure function of seed and step."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress
+
+from fastweights.data.readers import DataError, Documents, Source, find
+
+FORMAT_VERSION = 1
+
+# A tokenizer needs some 150 bytes of memory for each character that it is given at once.
+BATCH_CHARACTERS, PIECE_CHARACTERS = 2**20, 2**22
+# Between the end of a line and the first word of the next, tokenizers end a token anyway.
+_CUT = re.compile(r"(?<=\n)(?= ?\S)")
+# Tokenizers of one vocabulary that do anything differently do it here.
+PROBE = (
+    "Don't  stop\tat 3.14159, 2,048 or 1e-5!\n\n  def f(x_1):\r\n\treturn {'a': [x**2 >= 0]}  # ok?\n"
+    "Ünïcödé, Ｗｉｄｅ, e\u0301, ß, Ελληνικά, русский, 日本語の文, हिन्दी, العربية, 한국어, 🙂👍🏽, ½ € … “q”\n"
+    "www.a-b.org/~c?d=e&f <|endoftext|> </s>"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenFile:
+    """A memory-mapped token file: tokens one after another, documents by where they start."""
+
+    folder: Path
+    tokens: np.ndarray  # ids, uint16 or uint32
+    starts: np.ndarray  # index of each document's first token, int64; the first is 0
+    meta: dict[str, Any]  # source, settings, tokenizer (its fingerprint), vocab_size, largest_id, and what was counted
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def prepare(
+    source: str | os.PathLike,
+    tokenizer: Any,
+    *,
+    cache: str | os.PathLike | None = None,
+    text_field: str = "text",
+    limit: int | None = None,
+    progress: bool = True,
+) -> TokenFile:
+    """The tokens of a text, from the cache where source, tokenizer and settings are those of an earlier call.
+
+    `source` is a text file (documents separated by lines `<|endoftext|>`), JSON lines or parquet with the text in
+    `text_field`, a folder of such files (text and JSON lines may be .xz or .gz), a folder that a data set's
+    save_to_disk wrote, a data set of the hub, hf:NAME[:CONFIG][:SPLIT], or a folder of tokens that an earlier call made
+    (taken as it is). Each document gets the tokenizer's usual
+    special tokens and ends with its eos token; blank ones are left out. At most `limit` tokens are taken.
+    `cache` is by default $FASTWEIGHTS_CACHE, else ~/.cache/fastweights. Of several processes, let one call this first.
+    """
+    if tokenizer is None:
+        how = "AutoTokenizer.from_pretrained(BASE).save_pretrained(DIR)"
+        raise DataError(f"there is no tokenizer beside the model: save the base model's there, {how}")
+    if limit is not None and limit < 1:
+        raise DataError(f"the limit must be at least 1 token, found {limit}")
+    if (Path(source) / "tokens.bin").is_file():
+        return _tokens_in(Path(source), limit)
+    found = find(os.fspath(source), text_field)
+    settings = {"text_field": text_field, "limit": limit, "tokenizer": _tokenizer_fingerprint(tokenizer)}
+    root = Path(cache or os.environ.get("FASTWEIGHTS_CACHE") or "~/.cache/fastweights").expanduser().resolve()
+    folder = root / "data" / _fingerprint([FORMAT_VERSION, found.identity, settings])
+    ready = _open(folder)
+    return _make(folder, partial(_write, found, tokenizer, settings, progress)) if ready is None else ready
+
+
+def _tokens_in(folder: Path, limit: int | None) -> TokenFile:
+    """Tokens that were made elsewhere; whoever uses them checks that the tokenizer is theirs."""
+    tokens = _open(folder)
+    if tokens is None:
+        raise DataError(f"{folder}: tokens.bin is not as meta.json and starts.npy beside it say: copy the folder again")
+    return replace(tokens, tokens=tokens.tokens[:limit], starts=tokens.starts[tokens.starts < (limit or len(tokens))])
+
+
+def check_vocabulary(tokens: TokenFile, tokenizer: Any, model_config: Any) -> None:
+    """Refuse tokens of another tokenizer, and ids that the model has no embedding for."""
+    made_with = tokens.meta.get("tokenizer")
+    if made_with is not None and made_with != _tokenizer_fingerprint(tokenizer):
+        raise DataError(f"the tokens in {tokens.folder} were made with another tokenizer: prepare them with this one")
+    largest = tokens.meta["largest_id"] if "largest_id" in tokens.meta else int(tokens.tokens.max())
+    if largest >= model_config.vocab_size:
+        raise DataError(
+            f"the tokenizer does not match the model: the text has token id {largest}, but the model's vocab_size is "
+            f"{model_config.vocab_size} (the tokenizer has {len(tokenizer)} tokens); use the model's own tokenizer"
+        )
+
+
+def _tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Of what it does, not of how it is stored: that differs between versions of transformers."""
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    return _fingerprint([vocabulary, tokenizer.eos_token_id, _encode([PROBE], tokenizer)[0].tolist()])
+
+
+def _fingerprint(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+
+def _open(folder: Path) -> TokenFile | None:
+    """The token file in a folder; None where there is none or it is damaged."""
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        tokens = np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r")
+        starts = np.load(folder / "starts.npy", mmap_mode="r")
+        whole = len(tokens) == meta["tokens"] and len(starts) == meta["documents"]
+    except (OSError, ValueError, KeyError, TypeError, EOFError):
+        return None
+    return TokenFile(folder, tokens, starts, meta) if whole else None
+
+
+def _make(folder: Path, write: Callable[[Path], None]) -> TokenFile:
+    """Write under a temporary name, then rename. Another process may have been faster: what it made is as good."""
+    failure: OSError | None = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(folder.parent)
+        prefix = f".{folder.name}.{os.getpid()}.{socket.gethostname()}."
+        temporary = Path(tempfile.mkdtemp(prefix=prefix, suffix=".tmp", dir=folder.parent))
+        try:
+            write(temporary)
+            temporary.chmod(0o755)
+            if _open(folder) is None:
+                shutil.rmtree(folder, ignore_errors=True)
+                temporary.rename(folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    except OSError as error:
+        failure = error
+    made = _open(folder)
+    if made is None:
+        reason = failure or "it cannot be read back"
+        raise DataError(f"cannot write to {folder}: {reason}; set FASTWEIGHTS_CACHE to another folder") from failure
+    return made
+
+
+def _remove_leftovers(parent: Path) -> None:
+    """What killed processes left behind: their number is in the name, with the machine's, for machines may share it."""
+    for folder in parent.glob(f".*.{socket.gethostname()}.*.tmp"):
+        process = folder.name.split(".")[2]
+        if Path("/proc/self").exists() and not Path(f"/proc/{process}").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write(source: Source, tokenizer: Any, settings: dict[str, Any], progress: bool, folder: Path) -> None:
+    dtype = np.dtype(np.uint16 if max(len(tokenizer) - 1, *tokenizer.get_vocab().values()) < 2**16 else np.uint32)
+    starts, count, largest = [], Counter[str](tokens=0), 0
+    counted = ["{task.completed:,.0f} documents"] if source.size is None else [BarColumn(), DownloadColumn()]
+    console = Console(stderr=True)
+    shown = progress and console.is_terminal  # elsewhere a bar would leave an empty line
+    bar = Progress("tokenising", *counted, console=console, transient=True, disable=not shown)
+    task = bar.add_task("", total=source.size)
+    with (folder / "tokens.bin").open("wb") as file, bar:
+        for text, ids, read in _encoded(source.documents, tokenizer, settings["limit"]):
+            starts.append(count["tokens"])
+            file.write(ids.astype(dtype).tobytes())
+            count.update(tokens=len(ids), documents=1, words=len(text.split()), bytes=len(text.encode()))
+            largest = max(largest, int(ids.max()))
+            bar.update(task, completed=count["documents"] if source.size is None else read)
+    if not starts:
+        raise DataError(f"{source.name} has no text in it: it is empty, or all its documents are blank")
+    np.save(folder / "starts.npy", np.array(starts, dtype=np.int64))
+    vocabulary = {"vocab_size": len(tokenizer), "largest_id": largest, "dtype": dtype.name}
+    meta = {"source": source.name, **count, **vocabulary, **settings}
+    (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
+
+
+def _encoded(documents: Documents, tokenizer: Any, limit: int | None) -> Iterator[tuple[str, np.ndarray, int]]:
+    """Each document's text, ids and place in the source; the one that goes beyond the limit is cut there."""
+    left = limit or 2**63
+    for batch in _batches(documents):
+        for (text, read), ids in zip(batch, _encode([text for text, _ in batch], tokenizer), strict=True):
+            if len(ids) > left:
+                ids = ids[:left]
+                text = tokenizer.decode(ids, skip_special_tokens=True)
+            if len(ids):
+                yield text, ids, read
+            left -= len(ids)
+            if not left:
+                return
+
+
+def _batches(documents: Documents) -> Iterator[list[tuple[str, int]]]:
+    batch, characters = [], 0
+    for text, read in documents:
+        if text.strip():
+            batch.append((text, read))
+            characters += len(text)
+        if characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _encode(texts: list[str], tokenizer: Any) -> list[np.ndarray]:
+    """Special tokens and all. Of a document cut into pieces only the first piece has those."""
+    call = partial(tokenizer, return_attention_mask=False, return_token_type_ids=False, verbose=False)
+    pieces, eos = [_cut(text) for text in texts], tokenizer.eos_token_id
+    documents = []
+    for ids, (_, *rest) in zip(call([first for first, *_ in pieces])["input_ids"], pieces, strict=True):
+        if rest and ids[-1] == eos:
+            ids.pop()
+        parts = [np.asarray(ids, dtype=np.int64)]
+        parts += [np.asarray(call(piece, add_special_tokens=False)["input_ids"], dtype=np.int64) for piece in rest]
+        if eos is not None and parts[-1][-1:].tolist() != [eos]:
+            parts.append(np.array([eos]))
+        documents.append(np.concatenate(parts))
+    return documents
+
+
+def _cut(text: str) -> list[str]:
+    pieces, begin = [], 0
+    while cut := _CUT.search(text, begin + PIECE_CHARACTERS):
+        pieces.append(text[begin : cut.start()])
+        begin = cut.start()
+    return [*pieces, text[begin:]]

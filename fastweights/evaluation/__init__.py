@@ -1,0 +1,1 @@
+"""Perplexity, recall probes, lm-eval tasks and the ranking of layers."""

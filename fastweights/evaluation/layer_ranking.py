@@ -1,0 +1,236 @@
+"""Which layers a hybrid should keep as attention. One layer after another is made attention again; what that is worth
+is how much nearer the model's next-token distribution comes to the base's.
+
+Shapes: input_ids, labels [B,T]   taught, what the teacher's output layer is given, [B*T,D]
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor
+
+from fastweights.data.batches import IGNORED
+from fastweights.loading import load, load_tokenizer, new_folder
+from fastweights.modeling.classes import FastWeightsMixin, autocast, evaluating
+from fastweights.modeling.families import family_of
+from fastweights.modeling.layer import FastWeightsAttention
+from fastweights.training.chunked_loss import LossConfig, head_loss, head_of
+from fastweights.training.losses import Batch, converted_layers, hidden_of, next_tokens
+from fastweights.training.output_fit import fit_outputs
+from fastweights.utils.errors import CheckpointError, FastWeightsError
+
+__all__ = ["RankingError", "hybrid_from", "rank_layers", "restored"]
+
+# Tokens that output projections are fitted on, as before training.
+FIT_TOKENS = 16_384
+BATCH_TOKENS = 8_192
+
+
+class RankingError(FastWeightsError):
+    """Layers that cannot be ranked or restored, with what to change."""
+
+
+@contextmanager
+def restored(student: Any, teacher: Any, layers: Collection[int]) -> Iterator[None]:
+    """Meanwhile these layers of the student are the teacher's own attention modules, and the student's settings say
+    so: the forward pass makes masks for the layers that are not converted. For passes without a cache."""
+    family, settings = student.family, student.config.fastweights
+    blocks, bases = family.blocks(student), family.blocks(teacher)
+    before = {index: family.attention_of(blocks[index]) for index in layers}
+    try:
+        for index in layers:
+            setattr(blocks[index], family.attention, family.attention_of(bases[index]))
+        student.config.fastweights = settings | {"layers": sorted(converted_layers(student))}
+        yield
+    finally:
+        student.config.fastweights = settings
+        for index, attention in before.items():
+            setattr(blocks[index], family.attention, attention)
+
+
+def rank_layers(
+    student: Any, teacher: Any, batches: Sequence[Batch], *, keep: int = 0, fit: bool = False, progress: bool = True
+) -> dict[str, Any]:
+    """What each converted layer gains as attention: `kl`, the mean of KL(teacher || student) over the next tokens, with
+    none restored; `layers`, with each one restored, the best first; and for keep = n, greedily, `chosen`: the best,
+    then the best beside it, up to n layers, with the divergence after each in `kl_after`.
+
+    `fit` sets output projections to the teacher's attention first: right after the swap they say little. Both models
+    come back as they were.
+    """
+    check_teacher(student, teacher)
+    candidates = sorted(converted_layers(student))
+    if not 0 <= keep <= len(candidates):
+        raise RankingError(f"--keep {keep}: choose from 0 to {len(candidates)}, the number of converted layers")
+    passes = len(batches) * (1 + sum(len(candidates) - done for done in range(max(1, keep))))
+    with evaluating(student, teacher), _fitted(student, teacher, batches if fit else ()), _bar(passes, progress) as bar:
+        measure = functools.partial(_divergences, student, teacher, batches, bar)
+        nothing, *each = measure([(), *((index,) for index in candidates)])
+        ranked = alone = sorted(zip(each, candidates, strict=True))
+        chosen: list[int] = []
+        kl_after: list[float] = []
+        for _ in range(keep):
+            if chosen:
+                rest = [index for index in candidates if index not in chosen]
+                ranked = sorted(zip(measure([(*chosen, index) for index in rest]), rest, strict=True))
+            kl_after.append(ranked[0][0])
+            chosen.append(ranked[0][1])
+    layers = [{"layer": index, "kl": kl, "gain": nothing - kl} for kl, index in alone]
+    return {"kl": nothing, "layers": layers, "chosen": chosen, "kl_after": kl_after}
+
+
+def batches_of(rows: Batch) -> list[Batch]:
+    count, length = rows["input_ids"].shape
+    at_once = max(1, BATCH_TOKENS // length)
+    return [{name: x[first : first + at_once] for name, x in rows.items()} for first in range(0, count, at_once)]
+
+
+def _divergences(
+    student: Any,
+    teacher: Any,
+    batches: Sequence[Batch],
+    bar: Callable[[], None],
+    choices: Sequence[tuple[int, ...]],
+) -> list[float]:
+    """The mean divergence for each choice of layers to restore. All choices are measured on a batch before the next
+    one, so that the teacher runs once."""
+    sums, count = [0.0] * len(choices), 0
+    for batch in batches:
+        batch = _on_device(batch, student.device)
+        with autocast(student.device):
+            taught = hidden_of(teacher, batch)
+        count += int((next_tokens(batch) != IGNORED).sum())
+        for number, layers in enumerate(choices):
+            with restored(student, teacher, layers), autocast(student.device):
+                sums[number] += _divergence(student, teacher, batch, taught)
+            if not math.isfinite(sums[number]):
+                raise RankingError(
+                    f"the divergence is {sums[number]} with {_named(layers)} restored: the model's numbers overflow; "
+                    "fit its projections first (--fit), or train it"
+                )
+            bar()
+    if not count:
+        raise RankingError("the text has no next tokens to compare (--data): give one with longer documents")
+    return [total / count for total in sums]
+
+
+def _named(layers: Collection[int]) -> str:
+    return f"layer {', '.join(map(str, layers))}" if layers else "nothing"
+
+
+def _divergence(student: Any, teacher: Any, batch: Batch, taught: Tensor) -> float:
+    """Sum of KL(teacher || student) over the next tokens of a batch."""
+    heads, hidden = (head_of(student), head_of(teacher)), hidden_of(student, batch)
+    return float(head_loss(heads[0], hidden, next_tokens(batch), LossConfig(cross_entropy=0.0), heads[1], taught))
+
+
+def _on_device(batch: Batch, device: torch.device) -> Batch:
+    return {name: x.to(device) for name, x in batch.items()}
+
+
+@contextmanager
+def _fitted(student: Any, teacher: Any, batches: Sequence[Batch]) -> Iterator[None]:
+    """Meanwhile the output projections are those that fit the teacher's attention on the first of the batches."""
+    projections = [layer.o_proj for layer in converted_layers(student).values()] if batches else []
+    before = [{name: x.clone() for name, x in projection.state_dict().items()} for projection in projections]
+    try:
+        if batches:
+            needed = math.ceil(FIT_TOKENS / batches[0]["input_ids"].numel())
+            with autocast(student.device):
+                fit_outputs(student, teacher, (_on_device(b, student.device) for b in batches[:needed]), "full")
+        yield
+    finally:
+        for projection, tensors in zip(projections, before, strict=True):
+            projection.load_state_dict(tensors)
+
+
+@contextmanager
+def _bar(passes: int, progress: bool) -> Iterator[Callable[[], None]]:
+    console = Console(stderr=True)
+    columns = (TextColumn("restoring layers"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    visible = progress and console.is_terminal
+    left = (TextColumn("left"), TimeRemainingColumn())
+    with Progress(*columns, *left, console=console, transient=True, disable=not visible) as bar:
+        task = bar.add_task("", total=passes)
+        yield lambda: bar.advance(task)
+
+
+def load_pair(folder: str | os.PathLike, teacher: str | None = None, *, dtype: Any = "auto") -> tuple[Any, Any]:
+    """A converted model and its base, in the precision of the first."""
+    student = load(folder, dtype=dtype)
+    if not isinstance(student, FastWeightsMixin):
+        raise RankingError(f"{folder} is not converted: give a folder that fastweights convert or train wrote")
+    name = teacher or getattr(student.config, "fastweights_base", None)
+    if name is None:
+        raise RankingError(f"{folder} does not say which model it was converted from: name that one with --teacher")
+    try:
+        base = load(name, dtype=student.dtype)
+    except CheckpointError as error:
+        where = "--teacher" if teacher else f"the base of {folder}, which --teacher can name, is not found:"
+        raise RankingError(f"{where} {error}") from error
+    check_teacher(student, base, f"--teacher {name}")
+    return student, base
+
+
+def check_teacher(student: Any, teacher: Any, name: str = "the teacher") -> None:
+    """Refuse all but the unconverted model that the student was made from, as far as it shows."""
+    if not isinstance(student, FastWeightsMixin):
+        raise RankingError(f"a {type(student).__name__} is not converted: convert it first")
+    found, wanted = type(teacher).__name__, student.family.model_class
+    if found != wanted:
+        raise RankingError(f"{name} is a {found}: give the {wanted} that the model was converted from")
+    found, wanted = _sizes(teacher), _sizes(student)
+    if found != wanted:
+        raise RankingError(f"{name} ({found}) is not the model that was converted ({wanted})")
+    for what, of in (
+        ("device", lambda model: model.device),
+        ("dtype", lambda model: model.dtype),
+        ("attn_implementation", lambda model: model.config._attn_implementation),
+    ):
+        if of(teacher) != of(student):
+            raise RankingError(f"{name} has {what} {of(teacher)}, the converted model {of(student)}: load both alike")
+
+
+def _sizes(model: Any) -> str:
+    family, config = family_of(model), model.config
+    blocks = family.blocks(model)
+    attention: Any = family.attention_of(blocks[0])
+    shape = attention.shape if isinstance(attention, FastWeightsAttention) else family.shape(attention, config)
+    heads = f"{shape.heads} heads of {shape.head_dim}, {shape.kv_heads} for keys"
+    return f"vocabulary {config.vocab_size}, {len(blocks)} layers, width {shape.width}, {heads}"
+
+
+def hybrid_from(
+    student_folder: str | os.PathLike,
+    layers_kept: Collection[int],
+    output: str | os.PathLike,
+    teacher: str | None = None,
+) -> None:
+    """Write a converted model with these layers as attention again, with the base's weights; all else is the model's,
+    trained as it is. Layers that are attention already stay as they are."""
+    with new_folder(output, source=student_folder) as folder:
+        student, base = load_pair(student_folder, teacher)
+        with restored(student, base, _to_restore(student, layers_kept)):
+            student.save_pretrained(folder)
+        tokenizer = load_tokenizer(student_folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+
+
+def _to_restore(student: Any, layers_kept: Collection[int]) -> list[int]:
+    count, converted = len(student.family.blocks(student)), converted_layers(student)
+    beyond = sorted(set(layers_kept) - set(range(count)))
+    if beyond:
+        raise RankingError(f"layers {beyond} do not exist: the model has {count}, numbered 0 to {count - 1}")
+    if not set(converted) - set(layers_kept):
+        raise RankingError("with all layers as attention nothing is left converted: that is the base model itself")
+    return sorted(set(layers_kept) & set(converted))

@@ -1,0 +1,263 @@
+"""lm-eval: its tasks, stock or on local files, and its own perplexity of a text, for models converted or not.
+
+lm-eval is an extra and slow to import, so it is imported where it is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import difflib
+import functools
+import importlib.util
+import io
+import itertools
+import json
+import logging
+import lzma
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from rich.console import Console
+from rich.progress import Progress
+
+from fastweights.modeling.classes import evaluating
+from fastweights.utils.errors import FastWeightsError
+
+# Standard errors without a formula (that of lambada's perplexity) are bootstrapped; lm-eval's 100,000 take minutes.
+BOOTSTRAPS = 1000
+
+
+class EvaluationError(FastWeightsError):
+    """An evaluation that cannot be done, with the reason."""
+
+
+@dataclass(frozen=True)
+class LocalTask:
+    """A stock task of lm-eval, the data file it can be run on (.jsonl or .jsonl.xz) and the fields it reads there."""
+
+    stock: str
+    file: str
+    fields: tuple[str, ...]
+
+
+_CHOICES = ("choices", "answerKey")
+LOCAL_TASKS = {
+    "lambada": LocalTask("lambada/lambada_openai", "lambada_openai", ("text",)),
+    "hellaswag": LocalTask(
+        "hellaswag/hellaswag", "hellaswag_val", ("activity_label", "ctx_a", "ctx_b", "endings", "label")
+    ),
+    "piqa": LocalTask("piqa/piqa", "piqa_val", ("goal", "sol1", "sol2", "label")),
+    "arc_easy": LocalTask("arc/arc_easy", "arc_easy_val", ("question", *_CHOICES)),
+    "arc_challenge": LocalTask("arc/arc_challenge", "arc_challenge_val", ("question", *_CHOICES)),
+    "winogrande": LocalTask("winogrande/default", "winogrande_val", ("sentence", "option1", "option2", "answer")),
+    "openbookqa": LocalTask("openbookqa/openbookqa", "openbookqa_val", ("question_stem", *_CHOICES)),
+}
+
+
+def run_tasks(
+    model: Any,
+    tokenizer: Any,
+    tasks: Sequence[str],
+    *,
+    folder: str | os.PathLike | None = None,
+    length: int | None = None,
+    limit: int | None = None,
+    batch_size: int = 8,
+    progress: bool = False,
+) -> dict[str, dict[str, float]]:
+    """Metrics of each task: stock tasks by lm-eval's names, or those of LOCAL_TASKS on the files in `folder`. `length`
+    is how many tokens the model sees at most (the end of a longer text), `limit` how many items of a task are run."""
+    check_tasks(tasks, folder)
+    with tempfile.TemporaryDirectory(prefix="fastweights-tasks-", ignore_cleanup_errors=True) as temporary:
+        if folder is not None:
+            _write_tasks(tasks, Path(folder), Path(temporary), limit)
+        with _bar(progress) as bar, _undisturbed(model):
+            adapter = _adapter(model, tokenizer, length, batch_size, bar)
+            manager = _stock_tasks() if folder is None else _tasks_in(temporary)
+            return _plain(_simple_evaluate(adapter, manager, tasks, limit)["results"])
+
+
+def rolling_perplexity(model: Any, tokenizer: Any, text: str, length: int, *, batch_size: int = 8) -> tuple[float, int]:
+    """(negative log-likelihood, tokens) of a text by lm-eval's own loglikelihood_rolling, without special tokens."""
+    _check_installed()
+    with _undisturbed(model):
+        from lm_eval.api.instance import Instance
+
+        # Its cache takes the losses of the wrong tokens where the last window repeats an earlier one (lm-eval 0.4.13).
+        adapter = _adapter(model, tokenizer, length, batch_size, add_bos_token=False, logits_cache=False)
+        if adapter.prefix_token_id is None:
+            raise EvaluationError("the tokenizer has neither a bos nor an eos token, and lm-eval begins texts with one")
+        request = Instance("loglikelihood_rolling", doc={}, arguments=(text,), idx=0)
+        (log_likelihood,) = adapter.loglikelihood_rolling([request], disable_tqdm=True)
+        return -float(log_likelihood), len(adapter.tok_encode(text))
+
+
+def check_tasks(tasks: Sequence[str], folder: str | os.PathLike | None = None) -> None:
+    """Refuse tasks that cannot be run, before anything is."""
+    _check_installed()
+    for task in tasks:
+        if folder is not None:
+            _data_file(task, Path(folder))
+        elif task not in _stock_tasks().task_index:
+            near = difflib.get_close_matches(task, _stock_tasks().task_index)
+            hint = f"near it are {', '.join(near)}" if near else "`lm-eval ls tasks` lists them"
+            raise EvaluationError(f"--tasks {task}: lm-eval has no such task; {hint}")
+
+
+def _check_installed() -> None:
+    if importlib.util.find_spec("lm_eval") is None:
+        raise EvaluationError("--tasks are run by lm-eval, which is not installed: pip install 'fastweights[eval]'")
+
+
+@functools.cache
+def _stock_tasks() -> Any:
+    """lm-eval's own tasks; to know their names it reads thousands of files, about ten seconds."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager()
+
+
+def _tasks_in(folder: str) -> Any:
+    import datasets
+    from lm_eval.tasks import TaskManager
+
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # it asks the network to count even the reading of a local file
+    return TaskManager(include_path=folder, include_defaults=False)
+
+
+def _adapter(
+    model: Any, tokenizer: Any, length: int | None, batch_size: int, bar: Progress | None = None, **settings: Any
+) -> Any:
+    """lm-eval's Hugging Face model around ours. It may give the tokenizer a padding token, so it gets a copy."""
+    from lm_eval.models.huggingface import HFLM
+
+    class Adapter(HFLM):
+        def _loglikelihood_tokens(self, requests: Any, *args: Any, **kwargs: Any) -> Any:
+            longest = max(len(continuation) for _, _, continuation in requests)
+            if longest > self.max_length:
+                raise EvaluationError(f"an answer has {longest} tokens: allow more than length {self.max_length}")
+            if bar is not None:
+                bar.update(bar.task_ids[0], total=len(requests), completed=0)
+            return super()._loglikelihood_tokens(requests, *args, **kwargs)
+
+        def _model_call(self, inps: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if bar is not None:
+                bar.advance(bar.task_ids[0], len(inps))
+            return super()._model_call(inps, *args, **kwargs)
+
+    if tokenizer is None:
+        raise EvaluationError("--tasks: there is no tokenizer beside the model; copy its files into the model's folder")
+    settings |= {"max_length": length, "batch_size": batch_size, "softmax_dtype": "float32"}
+    return Adapter(pretrained=model, tokenizer=copy.deepcopy(tokenizer), **settings)
+
+
+def _simple_evaluate(adapter: Any, manager: Any, tasks: Sequence[str], limit: int | None) -> Any:
+    import lm_eval
+    from datasets.exceptions import DatasetsError
+
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # lm-eval's own: forking beside torch's threads can hang
+    settings: dict[str, Any] = {"limit": limit, "bootstrap_iters": BOOTSTRAPS, "log_samples": False}
+    try:
+        return lm_eval.simple_evaluate(adapter, tasks=list(dict.fromkeys(tasks)), task_manager=manager, **settings)
+    except (OSError, DatasetsError) as error:
+        raise EvaluationError(
+            f"--tasks {','.join(tasks)}: data cannot be loaded: {str(error).partition(chr(10))[0]}; lm-eval fetches "
+            "them from the hub: connect to the network, or give a folder with the files (--task-folder)"
+        ) from error
+
+
+def _plain(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """{"acc,none": 0.5, "acc_stderr,none": "N/A", "alias": ...} of each task -> {"acc": 0.5}."""
+
+    def numbers(metrics: dict[str, Any]) -> dict[str, float]:
+        found = {name: value for name, value in metrics.items() if "," in name and not isinstance(value, str)}
+        return {name.removesuffix(",none"): float(value) for name, value in found.items()}
+
+    return {task: numbers(metrics) for task, metrics in results.items()}
+
+
+def _write_tasks(tasks: Sequence[str], folder: Path, temporary: Path, limit: int | None) -> None:
+    """A YAML for each task, the stock one but for where its data are, and the items beside it."""
+    import lm_eval
+
+    stock = Path(str(lm_eval.__file__)).parent / "tasks"
+    for task in tasks:
+        data = temporary / f"{task}.jsonl"
+        data.write_text("".join(_items(task, _data_file(task, folder), limit)), encoding="utf-8")
+        splits = {"training_split": None, "validation_split": "validation", "test_split": None}
+        files = {"data_files": {"validation": str(data)}, "cache_dir": str(temporary / "cache")}
+        source = {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": files}
+        include = {"include": str(stock / f"{LOCAL_TASKS[task].stock}.yaml"), "task": task, "tag": None}
+        (temporary / f"{task}.yaml").write_text(yaml.safe_dump(include | source | splits), encoding="utf-8")
+
+
+def _data_file(task: str, folder: Path) -> Path:
+    if task not in LOCAL_TASKS:
+        raise EvaluationError(f"--tasks {task}: not known for local files; known are {', '.join(LOCAL_TASKS)}")
+    name = LOCAL_TASKS[task].file
+    for file in (folder / f"{name}.jsonl", folder / f"{name}.jsonl.xz"):
+        if file.is_file():
+            return file
+    there = sorted(file.name for file in folder.glob("*.jsonl*")) or ["no JSONL files"]
+    raise EvaluationError(f"--tasks {task}: no {name}.jsonl or {name}.jsonl.xz in {folder}: found {', '.join(there)}")
+
+
+def _items(task: str, file: Path, limit: int | None) -> list[str]:
+    """The lines of a data file, each an item with the fields that the task reads."""
+    reader: Any = lzma.open if file.suffix == ".xz" else open
+    try:
+        with reader(file, "rt", encoding="utf-8") as stream:
+            lines = [line.strip() + "\n" for line in itertools.islice(stream, limit)]
+    except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
+        raise EvaluationError(f"{file} cannot be read: {error}") from error
+    if not lines:
+        raise EvaluationError(f"{file}: no items to run (--limit {limit})")
+    for number, line in enumerate(lines, start=1):
+        if problem := _problem(line, LOCAL_TASKS[task].fields):
+            raise EvaluationError(f"{file}, line {number}: not an item of {task}, {problem}")
+    return lines
+
+
+def _problem(line: str, fields: tuple[str, ...]) -> str:
+    try:
+        item = json.loads(line)
+    except ValueError as error:
+        return f"not JSON: {error}"
+    missing = [field for field in fields if not isinstance(item, dict) or field not in item]
+    return f"without {', '.join(missing)}" if missing else ""
+
+
+@contextlib.contextmanager
+def _bar(progress: bool) -> Iterator[Progress | None]:
+    console = Console(file=sys.stderr)  # stderr as it is now, before lm-eval's output is sent nowhere
+    if not progress or not console.is_terminal:
+        yield None
+        return
+    with Progress(console=console, transient=True) as bar:
+        bar.add_task("lm-eval", total=None)
+        yield bar
+
+
+@contextlib.contextmanager
+def _undisturbed(model: Any) -> Iterator[None]:
+    """lm-eval prints and logs much, seeds every generator and leaves the model in eval mode."""
+    generators, logs = (random.getstate(), np.random.get_state()), logging.root.manager.disable
+    nowhere, seeds = io.StringIO(), torch.random.fork_rng([model.device] if model.device.type == "cuda" else [])
+    try:
+        logging.disable(logging.WARNING)
+        with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere), evaluating(model), seeds:
+            yield
+    finally:
+        logging.disable(logs)
+        random.setstate(generators[0])
+        np.random.set_state(generators[1])

@@ -1,0 +1,1 @@
+"""Many training runs of one model: grids and the runner."""

@@ -1,0 +1,1 @@
+"""The layers that replace attention, the cache, the model families and the registered Hugging Face classes."""

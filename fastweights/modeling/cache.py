@@ -1,0 +1,287 @@
+"""The recurrent state in the form Hugging Face's generate wants, and as a thing of its own: saved, loaded, forked.
+
+Converted layers hold tensors of constant size; layers kept as attention hold the keys and values they always did.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+
+from fastweights.config import FastWeightsConfig
+from fastweights.utils.errors import FastWeightsError
+
+# Settings that say how a model began, or what it refuses.
+NO_MATTER = ("positions", "seed", "train_length", "projection_init")
+FILE_KIND = "fastweights-state-1"
+# Two samples of one model's weights differ at most by rounding to bfloat16, about 1e-3.
+SAME_WEIGHTS = 4e-3
+
+
+class StateError(FastWeightsError):
+    """A state that cannot be read, or that belongs to another model."""
+
+
+class StateLayer(CacheLayerMixin):
+    """A converted layer's tensors by name. They are made at first use and from then on written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: dict[str, Tensor] = {}
+
+    def get(self, name: str) -> Tensor | None:
+        return self.tensors.get(name)
+
+    def put(self, name: str, value: Tensor) -> None:
+        held = self.tensors.get(name)
+        if held is None or torch.is_grad_enabled():  # autograd may still need the old one
+            with torch.inference_mode(False):
+                self.tensors[name] = value.detach().clone(memory_format=torch.contiguous_format)
+            self.is_initialized = True
+        else:
+            held.copy_(value.detach())
+
+    def get_all(self, kind: Any) -> Any:
+        """The tensors of a NamedTuple, if they are held."""
+        if kind._fields[0] not in self.tensors:
+            return None
+        return kind(*(self.tensors[name] for name in kind._fields))
+
+    def put_all(self, values: Any) -> None:
+        for name, value in zip(values._fields, values, strict=True):
+            self.put(name, value)
+
+    def select(self, rows: Tensor) -> None:
+        for name, held in self.tensors.items():
+            chosen = held.index_select(0, rows.to(held.device))
+            if chosen.shape == held.shape:
+                held.copy_(chosen)
+            else:
+                self.tensors[name] = chosen
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.select(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.tensors = {name: held.repeat_interleave(repeats, dim=0) for name, held in self.tensors.items()}
+
+    def reset(self) -> None:
+        for held in self.tensors.values():
+            held.zero_()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove:
+            raise StateError("a recurrent state cannot forget its last tokens: fork it before them instead")
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise TypeError("a converted layer keeps a state, not keys and values")
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        raise TypeError("a converted layer keeps a state, not keys and values")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+
+class FastWeightsCache(Cache):
+    """`past_key_values` of a converted model. seen [] counts positions, lengths [B] the real tokens of each row;
+    both are tensors, so that a compiled step is not compiled again at every token."""
+
+    def __init__(self, config: Any) -> None:
+        settings = FastWeightsConfig.from_dict(config.fastweights)
+        attention = DynamicCache(config=config.get_text_config(decoder=True)).layers
+        layers = [StateLayer() if settings.converts(i) else layer for i, layer in enumerate(attention)]
+        super().__init__(layers=layers)
+        with torch.inference_mode(False):
+            self.seen = torch.zeros((), dtype=torch.long)
+        self.lengths: Tensor | None = None
+
+    @property
+    def kept(self) -> list[int]:
+        """The layers that are still attention."""
+        return [i for i, layer in enumerate(self.layers) if not isinstance(layer, StateLayer)]
+
+    def advance(self, length: int, mask: Tensor | None, batch: int, device: torch.device) -> None:
+        """Count tokens that all layers have taken in."""
+        with torch.inference_mode(False):
+            self.seen += length
+            real = torch.full((batch,), length, device=device) if mask is None else mask.sum(1)
+            self.lengths = real.clone() if self.lengths is None else self.lengths + real
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """Tokens seen: an int where attention layers know it, else the counter itself."""
+        return super().get_seq_length(self.kept[0]) if self.kept else self.seen
+
+    def get_query_offset(self, layer_idx: int = 0) -> Any:
+        return self.get_seq_length()
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """Converted layers are neither: masks are sized by the layers that are attention."""
+        kept = set(self.kept)
+        return [getattr(layer, "is_sliding", False) if i in kept else None for i, layer in enumerate(self.layers)]  # type: ignore[misc]
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+    @property
+    def batch_size(self) -> int:
+        return -1 if self.lengths is None else self.lengths.shape[0]
+
+    def _rows(self, rows: Tensor) -> None:
+        if self.lengths is not None:
+            self.lengths = self.lengths.index_select(0, rows.to(self.lengths.device))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        self._rows(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._rows(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        if self.lengths is not None:
+            self.lengths = self.lengths.repeat_interleave(repeats)
+
+    def reset(self) -> None:
+        super().reset()
+        self.seen.zero_()
+        if self.lengths is not None:
+            self.lengths.zero_()
+
+    def fork(self, copies: int = 1) -> FastWeightsCache:
+        """An independent copy, each row repeated `copies` times: several continuations of one text."""
+        if copies < 1:
+            raise StateError(f"a state is forked into at least one copy, found copies={copies}")
+        held = [x for layer in self.layers for x in vars(layer).values() if isinstance(x, Tensor)]
+        twin = copy.deepcopy(self, {id(x): x.detach().clone() for x in held if x.requires_grad})
+        if copies > 1 and twin.batch_size > 0:
+            twin.batch_repeat_interleave(copies)
+        return twin
+
+    def mask_for(self, input_ids: Tensor) -> Tensor:
+        """The attention mask generate wants when only new tokens [B,T] are given after what this state has seen."""
+        seen = int(self.get_seq_length())
+        mask = torch.ones(input_ids.shape[0], seen + input_ids.shape[1], dtype=torch.long, device=input_ids.device)
+        if self.lengths is not None:
+            padding = seen - self.lengths
+            if self.kept and bool(padding.any()):
+                raise StateError("this state has seen padding and has attention layers: pass the whole text's mask")
+            mask[:, :seen] = torch.arange(seen, device=mask.device) >= padding[:, None]
+        return mask
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the recurrent state: constant, however long the text. `attention_nbytes` holds the rest."""
+        return sum(t.nbytes for layer in self.layers if isinstance(layer, StateLayer) for t in layer.tensors.values())
+
+    @property
+    def attention_nbytes(self) -> int:
+        """Bytes of the keys and values of layers kept as attention: these grow with the text."""
+        layers = [self.layers[i] for i in self.kept]
+        return sum(t.nbytes for layer in layers for t in (layer.keys, layer.values) if t is not None)
+
+    def save(self, path: str | os.PathLike, model: nn.Module) -> None:
+        """Write the state to a safetensors file that only `model` will take back."""
+        tensors = {"seen": self.seen, "lengths": torch.zeros(0) if self.lengths is None else self.lengths}
+        for i, layer in enumerate(self.layers):
+            held = layer.tensors if isinstance(layer, StateLayer) else {"keys": layer.keys, "values": layer.values}
+            tensors |= {f"{i}.{name}": value for name, value in held.items() if value is not None}
+            if hasattr(layer, "cumulative_length"):
+                tensors[f"{i}.cumulative_length"] = torch.as_tensor(layer.cumulative_length)
+        tensors["model"] = torch.cat(weight_samples(model))
+        path, metadata = Path(path), {"kind": FILE_KIND, "model": layout(model)}
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, temporary, metadata)
+            temporary.replace(path)
+        except (OSError, SafetensorError) as error:
+            raise StateError(f"cannot write the state to {path}: {error}") from error
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike, model: Any) -> FastWeightsCache:
+        """Read a state that `save` wrote for this model."""
+        tensors = _read(Path(path), model)
+        cache = cls(model.config)
+        device = model.device
+        cache.seen, lengths = tensors.pop("seen"), tensors.pop("lengths")
+        cache.lengths = lengths.to(device) if len(lengths) else None
+        for name, value in tensors.items():
+            index, _, field = name.partition(".")
+            layer = cache.layers[int(index)]
+            if value.is_floating_point():
+                dtype = model.dtype if field != "state" else torch.promote_types(model.dtype, torch.float32)
+                value = value.to(dtype)
+            if isinstance(layer, StateLayer):
+                layer.put(field, value.to(device))
+            elif field == "cumulative_length":
+                layer.cumulative_length = int(value)
+            else:
+                if not layer.is_initialized:
+                    layer.lazy_initialization(value.to(device), value.to(device))
+                setattr(layer, field, value.to(device))
+        return cache
+
+
+def _read(path: Path, model: nn.Module) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise StateError(f"no state file at {path}: give one that was saved before")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise StateError(f"{path} is not a readable state file ({error}): save it again") from error
+    if metadata.get("kind") != FILE_KIND:
+        raise StateError(f"{path} is a safetensors file, but not a state saved by fastweights")
+    if metadata["model"] != layout(model) or not _same_weights(tensors.pop("model"), weight_samples(model)):
+        raise StateError(f"the state in {path} belongs to another model: load it with the model that made it")
+    return tensors
+
+
+def layout(model: Any) -> str:
+    """A digest of a model's parameters by name and shape, and of the settings that give a state its meaning."""
+    settings = {k: v for k, v in model.config.fastweights.items() if k not in NO_MATTER}
+    shapes = [(name, list(parameter.shape)) for name, parameter in sorted(model.named_parameters())]
+    return hashlib.sha256(json.dumps([settings, shapes], sort_keys=True).encode()).hexdigest()
+
+
+def weight_samples(model: Any) -> list[Tensor]:
+    """A few numbers of every parameter."""
+    samples = []
+    for _, parameter in sorted(model.named_parameters()):
+        flat = parameter.detach().flatten()
+        samples.append(flat[:: max(1, flat.numel() // 64)][:64].to("cpu", torch.float32))
+    return samples
+
+
+def _same_weights(found: Tensor, own: list[Tensor]) -> bool:
+    """Parameter by parameter, up to another precision's rounding."""
+    pairs = zip(found.split([len(part) for part in own]), own, strict=True)
+    return all(bool((a - b).norm() <= SAME_WEIGHTS * b.norm()) for a, b in pairs)

@@ -1,0 +1,162 @@
+"""What a model is and what it keeps in memory while it generates: plain arithmetic, no weights needed.
+
+Bytes are for one sequence, in the model's own dtype. An attention layer keeps keys and values for every token (up to
+its sliding window, where it has one); a converted layer keeps a state of constant size.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.cache_utils import DynamicCache
+
+from fastweights.config import LOCAL, FastWeightsConfig
+from fastweights.modeling.classes import FastWeightsMixin
+from fastweights.modeling.families import Family, UnknownFamilyError, family_of
+from fastweights.modeling.layer import AttentionShape, FastWeightsAttention
+from fastweights.utils.errors import CheckpointError
+
+TEXT_LENGTHS = (1024, 8192, 65536)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes kept after `tokens` tokens by this model and by the model it was made from."""
+
+    tokens: int
+    here: int
+    attention: int
+
+
+@dataclass(frozen=True)
+class Description:
+    """`settings` is None for a model that is not converted; `state_bytes` are those of the converted layers."""
+
+    family: str
+    settings: FastWeightsConfig | None
+    dtype: str
+    layers: int
+    converted: tuple[int, ...]
+    parameters: int
+    base_parameters: int
+    state_bytes: int
+    memory: tuple[Memory, ...]
+
+    @property
+    def added_parameters(self) -> int:
+        return self.parameters - self.base_parameters
+
+
+def describe(model: Any) -> Description:
+    """Describe a model, converted or not; its parameters may be on the meta device."""
+    converted = isinstance(model, FastWeightsMixin)
+    family = family_of(model)
+    layers = layers_of(model, family)
+    state_bytes = sum(layer.state_bytes for layer in layers)
+    return Description(
+        family=family.name,
+        settings=FastWeightsConfig.from_dict(model.config.fastweights) if converted else None,
+        dtype=str(model.dtype).removeprefix("torch."),
+        layers=len(layers),
+        converted=tuple(i for i, layer in enumerate(layers) if layer.converted),
+        parameters=_count(model),
+        base_parameters=_count(_base_on_meta(model, family)) if converted else _count(model),
+        state_bytes=state_bytes,
+        memory=tuple(_memory(layers, state_bytes, tokens) for tokens in TEXT_LENGTHS),
+    )
+
+
+def describe_folder(folder: str | os.PathLike) -> Description:
+    """Describe a saved model by its config.json alone."""
+    if not (Path(folder) / "config.json").is_file():
+        raise CheckpointError(f"{folder} is not a checkpoint: no config.json there (save_pretrained writes one)")
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        return describe(model)
+    except UnknownFamilyError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder}: config.json does not describe a model: {error}") from error
+
+
+def facts(described: Description) -> dict[str, str]:
+    """A description in words, one line for each thing said."""
+    model = {"family": described.family, "dtype": described.dtype}
+    if described.settings is None:
+        return model | {"rule": "softmax attention (not converted)", "parameters": f"{described.parameters:,}"}
+    settings = {name: str(value) for name, value in described.settings.to_dict().items() if name != "layers"}
+    hybrid = len(described.converted) < described.layers
+    numbers = f": {', '.join(map(str, described.converted))}" if hybrid else ""
+    return model | {
+        **settings,
+        "layers converted": f"{len(described.converted)} of {described.layers}{numbers}",
+        "parameters": f"{described.parameters:,} ({described.added_parameters:+,} against the base model)",
+        "state": f"{described.state_bytes:,} bytes, however long the text",
+    }
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """`token_bytes`: keys and values of one token where the layer is attention; it keeps `reach` tokens at most
+    (one less than a sliding window, which the new token completes)."""
+
+    converted: bool
+    state_bytes: int
+    token_bytes: int
+    reach: int | None
+
+    def attention_bytes(self, tokens: int) -> int:
+        return self.token_bytes * (tokens if self.reach is None else min(tokens, self.reach))
+
+
+def layers_of(model: Any, family: Family) -> list[_Layer]:
+    slots = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    layers = []
+    for block, slot in zip(family.blocks(model), slots, strict=True):
+        attention: Any = family.attention_of(block)
+        converted = isinstance(attention, FastWeightsAttention)
+        shape = attention.shape if converted else family.shape(attention, model.config)
+        state_bytes = _state_bytes(shape, attention.config, model.dtype) if converted else 0
+        token_bytes = _token_bytes(shape, model.dtype)
+        window = getattr(slot, "sliding_window", None)
+        layers.append(_Layer(converted, state_bytes, token_bytes, None if window is None else window - 1))
+    return layers
+
+
+def _token_bytes(shape: AttentionShape, dtype: torch.dtype) -> int:
+    return 2 * shape.kv_heads * shape.head_dim * dtype.itemsize
+
+
+def _state_bytes(shape: AttentionShape, config: FastWeightsConfig, dtype: torch.dtype) -> int:
+    """The state [S,d,m] in at least float32, a row more for a normaliser; a window's last w - 1 keys and values."""
+    state = 0
+    if config.rule != LOCAL:
+        states = shape.heads if config.state_heads == "query" else shape.kv_heads
+        rows = shape.head_dim + config.normalizes_attention
+        state = states * rows * config.m * torch.promote_types(dtype, torch.float32).itemsize
+    mask_byte = 1
+    return state + max(0, shape.window(config) - 1) * (_token_bytes(shape, dtype) + mask_byte)
+
+
+def _memory(layers: list[_Layer], state_bytes: int, tokens: int) -> Memory:
+    kept = sum(layer.attention_bytes(tokens) for layer in layers if not layer.converted)
+    return Memory(tokens, state_bytes + kept, sum(layer.attention_bytes(tokens) for layer in layers))
+
+
+def _count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _base_on_meta(model: Any, family: Family) -> nn.Module:
+    """The model that this one was made from, without its numbers."""
+    with torch.device("meta"):
+        return getattr(transformers, family.model_class)(copy.deepcopy(model.config))

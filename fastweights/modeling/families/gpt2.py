@@ -1,0 +1,50 @@
+"""GPT-2: one Conv1D (stored [in, out]) makes q, k and v."""
+
+from typing import Any
+
+from fastweights.modeling.families.base import AttentionWeights, Family, Parts
+from fastweights.modeling.layer import AttentionShape
+
+
+def shape(attention: Any, config: Any) -> AttentionShape:
+    return AttentionShape(
+        width=config.hidden_size,
+        heads=attention.num_heads,
+        kv_heads=attention.num_heads,
+        head_dim=attention.head_dim,
+        scaling=attention.scaling,
+        qkv_bias=True,
+        out_bias=True,
+        dropout=config.resid_pdrop,
+    )
+
+
+def weights(attention: Any, shape: AttentionShape) -> AttentionWeights:
+    packed, bias = attention.c_attn.weight.detach().T, attention.c_attn.bias.detach()
+    q, k, v = packed.view(3, shape.heads, shape.head_dim, shape.width)
+    q_bias, k_bias, v_bias = bias.view(3, shape.heads, shape.head_dim)
+    out = attention.c_proj
+    return AttentionWeights(q, k, v, out.weight.detach().T, q_bias, k_bias, v_bias, out.bias.detach())
+
+
+PARTS = Parts(
+    norm="ln_1",
+    mlp_norm="ln_2",
+    up=("mlp.c_fc",),
+    down="mlp.c_proj",
+    embedding="transformer.wte",
+    final_norm="transformer.ln_f",
+    positions="transformer.wpe",
+    activation="activation_function",
+    holds=lambda config: not config.add_cross_attention,
+)
+GPT2 = Family(
+    "gpt2",
+    "GPT2LMHeadModel",
+    "transformer.h",
+    "attn",
+    shape,
+    weights,
+    PARTS,
+    learned_positions="max_position_embeddings",
+)

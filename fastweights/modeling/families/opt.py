@@ -1,0 +1,57 @@
+"""OPT: q_proj, k_proj, v_proj, out_proj and learned positions."""
+
+from typing import Any
+
+from fastweights.modeling.families.base import AttentionWeights, Family, Parts, by_head
+from fastweights.modeling.layer import AttentionShape
+
+
+def shape(attention: Any, config: Any) -> AttentionShape:
+    return AttentionShape(
+        width=config.hidden_size,
+        heads=attention.num_heads,
+        kv_heads=attention.num_heads,
+        head_dim=attention.head_dim,
+        scaling=attention.scaling,
+        qkv_bias=config.enable_bias,
+        out_bias=config.enable_bias,
+    )
+
+
+def weights(attention: Any, shape: AttentionShape) -> AttentionWeights:
+    (q, q_bias), (k, k_bias), (v, v_bias) = (
+        by_head(linear, shape.heads) for linear in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
+    out = attention.out_proj
+    o_bias = None if out.bias is None else out.bias.detach()
+    return AttentionWeights(q, k, v, out.weight.detach(), q_bias, k_bias, v_bias, o_bias)
+
+
+def _norms_first(config: Any) -> bool:
+    """Not so in OPT-350M, which also has narrower embeddings."""
+    same_width = config.word_embed_proj_dim == config.hidden_size
+    return config.do_layer_norm_before and not config._remove_final_layer_norm and same_width
+
+
+PARTS = Parts(
+    norm="self_attn_layer_norm",
+    mlp_norm="final_layer_norm",
+    up=("fc1",),
+    down="fc2",
+    embedding="model.decoder.embed_tokens",
+    final_norm="model.decoder.final_layer_norm",
+    positions="model.decoder.embed_positions",
+    activation="activation_function",
+    holds=_norms_first,
+)
+OPT = Family(
+    "opt",
+    "OPTForCausalLM",
+    "model.decoder.layers",
+    "self_attn",
+    shape,
+    weights,
+    PARTS,
+    learned_positions="max_position_embeddings",
+    masks_documents=False,
+)

@@ -1,0 +1,304 @@
+"""New parameters from pretrained ones.
+
+Queries and keys of the pretrained width are copied; narrower ones are the best approximation of each head's query-key
+form that fits (biases included); wider ones hold the form exactly and leave room to learn.
+
+Shapes: weights with the bias as one more column, D' = D + 1: q [S,G,n,D'] (G query heads to a state), k [S,n,D']
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fastweights.modeling.families import AttentionWeights
+from fastweights.modeling.layer import AttentionShape, FastWeightsAttention, HeadNorm, Projections, RecurrentAttention
+
+ADD_VALUE_SCALE = 1 / 512
+DELTA_GATE = 0.007
+# The value gate of gate_init="log" remembers this many times longer than the slowest key gate.
+OPEN_GATE_FACTOR = 4
+# Start of the window's share in the mix with the rule; docs/experiments.md has the trial.
+WINDOW_SHARE = 0.98
+
+
+class Factors(NamedTuple):
+    """Queries q [S,G,r,D'] and keys k [S,r,D'], norm weights q_norm [S,G,n] and k_norm [S,n], rotary planes [S,P]."""
+
+    q: Tensor
+    k: Tensor
+    planes: Tensor
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+
+
+@torch.no_grad()
+def initialize(layer: FastWeightsAttention, weights: AttentionWeights) -> None:
+    """Fill a new layer from the attention it replaces."""
+    shape, config = layer.shape, layer.config
+    generator = torch.Generator().manual_seed(config.seed * 100_003 + layer.layer_idx)
+    if layer.window is not None:
+        _fill(layer.window.projections, shape, exact_factors(weights, shape, shape.kv_heads), weights)
+    if layer.rule is not None:
+        projections = layer.rule.projections
+        factors = query_key_factors(
+            weights, shape, projections.states, _qk_width(projections), projections.planes.shape[1], generator
+        )
+        if config.projection_init == "random":
+            factors = _random_like(factors, config.seed * 100_003 + 50_000 + layer.layer_idx)
+        _fill(projections, shape, factors, weights)
+        layer.rule.feature_map.draw(generator)
+        _initialize_gates(layer.rule, generator)
+        if layer.rule.output_norm is not None:
+            _match_value_size(layer.rule.output_norm, weights)
+    if layer.mix is not None:
+        layer.mix.logit.fill_(math.log(WINDOW_SHARE / (1 - WINDOW_SHARE)))
+    layer.o_proj.weight.copy_(weights.o_weight)
+    if weights.o_bias is not None:
+        layer.o_proj.bias.copy_(weights.o_bias)
+
+
+def query_key_factors(
+    weights: AttentionWeights, shape: AttentionShape, states: int, width: int, planes: int, generator: torch.Generator
+) -> Factors:
+    """Queries and keys `width` wide whose products are, as nearly as can be, the logits of the pretrained attention."""
+    exact = exact_factors(weights, shape, states)
+    if width >= shape.head_dim:
+        return _widen(exact._replace(planes=exact.planes[:, :planes]), width, generator)
+    if not planes:
+        return _widen(_reduce(exact, width), width, generator)
+    rotated, still = _split_rotary(exact, shape)
+    chosen = _choose_planes(rotated, planes)
+    if shape.rotary_dim == shape.head_dim:
+        return _widen(_rescale_norm(chosen, exact), width, generator)
+    rest = _low_rank(_fold_norm(still), width - 2 * planes)
+    joined = Factors(
+        torch.cat([_fold_norm(chosen).q, rest.q], 2), torch.cat([_fold_norm(chosen).k, rest.k], 1), chosen.planes
+    )
+    return _widen(_constant_norm(joined, exact), width, generator)
+
+
+def exact_factors(weights: AttentionWeights, shape: AttentionShape, states: int) -> Factors:
+    """The pretrained queries and keys, with the square root of the attention scale on either side."""
+    q = _with_bias(weights.q_weight, weights.q_bias).unflatten(0, (states, -1))
+    k = _with_bias(weights.k_weight, weights.k_bias).repeat_interleave(states // shape.kv_heads, dim=0)
+    planes = torch.arange(shape.rotary_dim // 2).expand(states, -1)
+    root = shape.scaling**0.5
+    if weights.q_norm is None or weights.k_norm is None:
+        return Factors(q * root, k * root, planes)
+    q_norm = (weights.q_norm.double().cpu() * root).expand(*q.shape[:2], -1)
+    k_norm = (weights.k_norm.double().cpu() * root).expand(states, -1)
+    return Factors(q, k, planes, q_norm, k_norm)
+
+
+def _with_bias(weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[heads,d,D] -> [heads,d,D+1] in float64."""
+    column = torch.zeros_like(weight[..., 0]) if bias is None else bias
+    return torch.cat([weight, column[..., None]], dim=-1).double().cpu()
+
+
+def _low_rank(factors: Factors, rank: int) -> Factors:
+    """The best rank-`rank` approximation (in the Frobenius norm) of q^T k, all queries of a group together."""
+    states, group, _, columns = factors.q.shape
+    stacked = factors.q.mT.reshape(states, group * columns, -1)
+    q_basis, q_mix = torch.linalg.qr(stacked)
+    k_basis, k_mix = torch.linalg.qr(factors.k.mT)
+    u, values, v = torch.linalg.svd(q_mix @ k_mix.mT)
+    root = values[:, None, :rank].sqrt()
+    q = (q_basis @ u[..., :rank] * root).unflatten(1, (group, columns)).mT
+    k = (k_basis @ v.mT[..., :rank] * root).mT
+    return Factors(q, k, factors.planes[:, :0])
+
+
+def _reduce(exact: Factors, width: int) -> Factors:
+    return _constant_norm(_low_rank(_fold_norm(exact), width), exact)
+
+
+def _fold_norm(factors: Factors) -> Factors:
+    """Move the weights of the query and key norms into the projections."""
+    if factors.q_norm is None or factors.k_norm is None:
+        return factors
+    return Factors(factors.q * factors.q_norm[..., None], factors.k * factors.k_norm[..., None], factors.planes)
+
+
+def _size(x: Tensor) -> Tensor:
+    """Root mean square of W x over a head for x of unit variance: [..,n,D'] -> [..,1]."""
+    return (x.square().sum(-1).mean(-1, keepdim=True)).sqrt()
+
+
+def _constant_norm(new: Factors, exact: Factors) -> Factors:
+    """Norm weights that give reduced, normed queries and keys the size they have under the pretrained norm."""
+    if exact.q_norm is None:
+        return new
+    q_norm = (_size(new.q) / _size(exact.q)).expand(*new.q.shape[:3])
+    k_norm = (_size(new.k) / _size(exact.k)).expand(*new.k.shape[:2])
+    return new._replace(q_norm=q_norm, k_norm=k_norm)
+
+
+def _rescale_norm(chosen: Factors, exact: Factors) -> Factors:
+    """Norm weights for part of a head: the norm now divides by the part's size instead of the whole's."""
+    if chosen.q_norm is None or chosen.k_norm is None:
+        return chosen
+    q_norm = chosen.q_norm * _size(chosen.q) / _size(exact.q)
+    k_norm = chosen.k_norm * _size(chosen.k) / _size(exact.k)
+    return chosen._replace(q_norm=q_norm, k_norm=k_norm)
+
+
+def _split_rotary(exact: Factors, shape: AttentionShape) -> tuple[Factors, Factors]:
+    """The rotated numbers of each head, and those that are not."""
+    end = shape.rotary_dim
+
+    def part(rows: slice) -> Factors:
+        norms = (None if n is None else n[..., rows] for n in (exact.q_norm, exact.k_norm))
+        return Factors(exact.q[:, :, rows], exact.k[:, rows], exact.planes, *norms)
+
+    return part(slice(0, end)), part(slice(end, None))
+
+
+def _choose_planes(rotated: Factors, count: int) -> Factors:
+    """Keep each state's `count` rotary planes with the largest query-key form: turned by any angle, a plane stays
+    within itself, so this keeps relative positions as they were."""
+    folded = _fold_norm(rotated)
+    half = rotated.k.shape[1] // 2
+
+    def energy(x: Tensor) -> Tensor:
+        by_row = x.square().sum(-1)
+        return by_row[..., :half] + by_row[..., half:]
+
+    strength = (energy(folded.q).sum(1) * energy(folded.k)).sqrt()
+    planes = strength.topk(count, dim=-1).indices.sort(dim=-1).values
+    rows = torch.cat([planes, planes + half], dim=-1)
+
+    def pick(x: Tensor | None, rows: Tensor, dim: int) -> Tensor | None:
+        if x is None:
+            return None
+        index = rows.view(rows.shape[0], *[1] * (dim - 1), -1, *[1] * (x.ndim - dim - 1))
+        return x.gather(dim, index.expand(*x.shape[:dim], -1, *x.shape[dim + 1 :]))
+
+    q, k = pick(rotated.q, rows, 2), pick(rotated.k, rows, 1)
+    assert q is not None and k is not None
+    return Factors(q, k, planes, pick(rotated.q_norm, rows, 2), pick(rotated.k_norm, rows, 1))
+
+
+def _widen(factors: Factors, width: int, generator: torch.Generator) -> Factors:
+    """More room: queries of zero on random keys change no product, and can learn to."""
+    missing = width - factors.k.shape[1]
+    if missing <= 0:
+        return factors
+    states, group, _, columns = factors.q.shape
+    random = torch.randn(states, missing, columns, generator=generator, dtype=factors.k.dtype)
+    random[..., -1] = 0
+    random *= factors.k[..., :-1].square().mean().sqrt()
+    q = torch.cat([factors.q, factors.q.new_zeros(states, group, missing, columns)], dim=2)
+    return factors._replace(q=q, k=torch.cat([factors.k, random], dim=1))
+
+
+def _random_like(factors: Factors, seed: int) -> Factors:
+    """Random queries and keys, of the size of those they stand for; all that is drawn elsewhere stays the same."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def like(x: Tensor) -> Tensor:
+        random = torch.randn(x.shape, generator=generator, dtype=x.dtype)
+        random[..., -1] = 0
+        return random * x[..., :-1].square().mean((-2, -1), keepdim=True).sqrt()
+
+    return factors._replace(q=like(factors.q), k=like(factors.k))
+
+
+def _fill(projections: Projections, shape: AttentionShape, factors: Factors, weights: AttentionWeights) -> None:
+    repeats = projections.states // shape.kv_heads
+    v = _with_bias(weights.v_weight, weights.v_bias).repeat_interleave(repeats, dim=0)
+    for linear, rows in (
+        (projections.q_proj, factors.q.flatten(0, 2)),
+        (projections.k_proj, factors.k.flatten(0, 1)),
+        (projections.v_proj, v.flatten(0, 1)),
+    ):
+        linear.weight.copy_(rows[:, :-1])
+        if linear.bias is not None:
+            linear.bias.copy_(rows[:, -1])
+    projections.planes.copy_(factors.planes)
+    if projections.q_norm is not None and projections.k_norm is not None:
+        assert factors.q_norm is not None and factors.k_norm is not None
+        projections.q_norm.weight.copy_(_pad_ones(factors.q_norm.flatten(0, 1), projections.q_norm))
+        projections.k_norm.weight.copy_(_pad_ones(factors.k_norm, projections.k_norm))
+
+
+def _pad_ones(weight: Tensor, norm: HeadNorm) -> Tensor:
+    missing = norm.weight.shape[-1] - weight.shape[-1]
+    return nn.functional.pad(weight, (0, missing), value=1.0)
+
+
+def _qk_width(projections: Projections) -> int:
+    return projections.k_proj.out_features // projections.states
+
+
+def uniform_gate(shape: tuple[int, ...], width: int, generator: torch.Generator) -> Tensor:
+    """Uniform Gate Initialisation: logits of gates drawn from U(1/n, 1 - 1/n), n the width."""
+    edge = 1 / max(width, 2)
+    return torch.logit(edge + (1 - 2 * edge) * torch.rand(shape, generator=generator))
+
+
+def log_gate(rows: int, count: int, longest: int, generator: torch.Generator) -> Tensor:
+    """Logits of gates whose memory lengths f / (1 - f) run from 1 to `longest`, evenly in the logarithm, in random
+    order in each row: the logit of such a gate is the logarithm of its length."""
+    steps = torch.linspace(0, math.log(longest), count) if count > 1 else torch.tensor([math.log(longest) / 2])
+    return torch.stack([steps[torch.randperm(count, generator=generator)] for _ in range(rows)])
+
+
+def _initialize_gates(rule: RecurrentAttention, generator: torch.Generator) -> None:
+    """Gates start independent of the token; what they let in is scaled so that the first steps do not overflow."""
+    config, projections = rule.config, rule.projections
+    states, d = projections.states, projections.v_proj.out_features // projections.states
+    log = config.gate_init == "log"
+    if config.rule == "decay":
+        f = _key_gates(rule, generator)
+        z = uniform_gate((states, d), d, generator)
+        if log:
+            z = torch.full((states, d), math.log(OPEN_GATE_FACTOR * config.train_length))
+            assert rule.key_scale is not None
+            rule.key_scale.copy_((-f).sigmoid())
+        else:
+            _scale_rows(projections.v_proj, (-z).sigmoid())
+        _set_bias(rule, "f", f)
+        _set_bias(rule, "z", z)
+    elif config.rule == "gated":
+        g = log_gate(1, states, config.train_length, generator) if log else uniform_gate((states,), states, generator)
+        _set_bias(rule, "g", g)
+    elif config.rule == "delta":
+        _set_bias(rule, "g", torch.full((states,), math.log(DELTA_GATE / (1 - DELTA_GATE))))
+    elif config.rule == "add" and config.feature_map == "none" and not config.normalizes_attention:
+        _scale_rows(projections.v_proj, torch.tensor(ADD_VALUE_SCALE))
+
+
+def _key_gates(rule: RecurrentAttention, generator: torch.Generator) -> Tensor:
+    """Logits [S,m]. Rotation mixes the two numbers of a plane, so they start with one gate: what is then scaled by how
+    long it is kept, is kept that long."""
+    config, planes = rule.config, rule.projections.planes.shape[1] if rule.config.feature_map == "none" else 0
+    states, count = rule.projections.states, config.m - planes
+    if config.gate_init == "log":
+        f = log_gate(states, count, config.train_length, generator)
+    else:
+        f = uniform_gate((states, count), config.m, generator)
+    return torch.cat([f[:, :planes], f], dim=1)
+
+
+def _set_bias(rule: RecurrentAttention, gate: str, logits: Tensor) -> None:
+    linear: Any = rule.gates[gate]
+    linear.weight.zero_()
+    linear.bias.copy_(logits.flatten())
+
+
+def _scale_rows(linear: nn.Linear, factors: Tensor) -> None:
+    rows = factors.flatten().to(linear.weight)
+    linear.weight.mul_(rows[:, None] if rows.numel() > 1 else rows)
+    if linear.bias is not None:
+        linear.bias.mul_(rows)
+
+
+def _match_value_size(norm: HeadNorm, weights: AttentionWeights) -> None:
+    """A normed output starts as large as the values it is made of."""
+    size = _size(_with_bias(weights.v_weight, weights.v_bias))
+    norm.weight.copy_(size.repeat_interleave(norm.weight.shape[0] // size.shape[0], dim=0).expand_as(norm.weight))

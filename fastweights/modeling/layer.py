@@ -1,0 +1,236 @@
+"""The layer that takes attention's place: projections, gates, rule and state.
+
+Shapes: x [B,T,D]   q [B,T,H,r]   k [B,T,S,r]   v [B,T,S,d]   y [B,T,H,d]   state [B,S,d,m]
+H query heads, S states (S = H, or one for each key-value head), r the feature map's input width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fastweights import ops
+from fastweights.config import LOCAL, FastWeightsConfig
+from fastweights.modeling.window import Past, local_attention
+from fastweights.rules import RULES
+from fastweights.rules.feature_maps import MAPS, input_width, sum_normalize
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What a model's attention looks like, whatever its family calls the parts."""
+
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scaling: float
+    rotary_dim: int = 0
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm_eps: float | None = None
+    softcap: float | None = None
+    sliding_window: int | None = None
+    dropout: float = 0.0
+
+    def window(self, config: FastWeightsConfig) -> int:
+        """The exact window of a converted layer: never wider than the pretrained layer's own."""
+        wanted = int(config.window or 0)
+        return wanted if self.sliding_window is None else min(wanted, self.sliding_window)
+
+
+class SequenceInfo(NamedTuple):
+    """What every layer must know of the tokens: which are real, and which begin a document. None: all, and none."""
+
+    mask: Tensor | None = None
+    reset: Tensor | None = None
+
+
+class HeadNorm(nn.Module):
+    """RMS norm over each head's first n numbers, with a weight for each: x [B,T,H,r], weight [H,n], n <= r."""
+
+    def __init__(self, heads: int, n: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(heads, n))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = self.weight.shape[1]
+        head = x[..., :n].to(torch.promote_types(x.dtype, torch.float32))
+        head = head * (head.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        head = head.to(x.dtype) * self.weight
+        return head if n == x.shape[-1] else torch.cat([head, x[..., n:]], dim=-1)
+
+
+class Mix(nn.Module):
+    """Each head's share of the window, in (0, 1); the rest is the rule's. A module, so that peft can save it."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.logit = nn.Parameter(torch.zeros(heads))
+
+    def forward(self, from_rule: Tensor, from_window: Tensor) -> Tensor:
+        share = self.logit.sigmoid()[:, None].to(from_rule.dtype)
+        return torch.lerp(from_rule, from_window.to(from_rule.dtype), share)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, planes: Tensor) -> Tensor:
+    """Rotate [first halves | second halves | not rotated] of each head in its own planes: planes [S,P], cos [B,T,.]."""
+    planes = planes.repeat_interleave(x.shape[2] // planes.shape[0], dim=0)
+    cos, sin = cos[:, :, planes].to(x.dtype), sin[:, :, planes].to(x.dtype)
+    count = planes.shape[1]
+    first, second, rest = x.split([count, count, x.shape[-1] - 2 * count], dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+
+
+class Projections(nn.Module):
+    """Queries, keys and values, normed and rotated as the pretrained model did, `qk_width` wide."""
+
+    planes: Tensor
+
+    def __init__(self, shape: AttentionShape, states: int, qk_width: int, plane_count: int) -> None:
+        super().__init__()
+        self.heads, self.states = shape.heads, states
+        self.q_proj = nn.Linear(shape.width, shape.heads * qk_width, bias=shape.qkv_bias)
+        self.k_proj = nn.Linear(shape.width, states * qk_width, bias=shape.qkv_bias)
+        self.v_proj = nn.Linear(shape.width, states * shape.head_dim, bias=shape.qkv_bias)
+        normed = min(qk_width, shape.head_dim)
+        self.q_norm = self.k_norm = None
+        if shape.qk_norm_eps is not None:
+            self.q_norm = HeadNorm(shape.heads, normed, shape.qk_norm_eps)
+            self.k_norm = HeadNorm(states, normed, shape.qk_norm_eps)
+        self.register_buffer("planes", torch.zeros(states, plane_count, dtype=torch.long))
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        q = self.q_proj(x).unflatten(-1, (self.heads, -1))
+        k = self.k_proj(x).unflatten(-1, (self.states, -1))
+        v = self.v_proj(x).unflatten(-1, (self.states, -1))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rotary is not None and self.planes.shape[1]:
+            q, k = rotate(q, *rotary, self.planes), rotate(k, *rotary, self.planes)
+        return q, k, v
+
+
+class LocalAttention(nn.Module):
+    """The pretrained attention itself, limited to a window."""
+
+    def __init__(self, shape: AttentionShape, window: int) -> None:
+        super().__init__()
+        self.window, self.softcap = window, shape.softcap
+        self.projections = Projections(shape, shape.kv_heads, shape.head_dim, shape.rotary_dim // 2)
+
+    def forward(self, x: Tensor, rotary: Any, info: SequenceInfo, slot: Any) -> Tensor:
+        q, k, v = self.projections(x, rotary)
+        past = None if slot is None else slot.get_all(Past)
+        y, past = local_attention(q, k, v, self.window, past, info.mask, info.reset, self.softcap)
+        if slot is not None:
+            slot.put_all(past)
+        return y
+
+
+class RecurrentAttention(nn.Module):
+    """A rule with its projections, feature map and gates."""
+
+    key_scale: Tensor | None
+
+    def __init__(self, shape: AttentionShape, config: FastWeightsConfig) -> None:
+        super().__init__()
+        self.config = config
+        states = shape.heads if config.state_heads == "query" else shape.kv_heads
+        width = input_width(str(config.feature_map), config.m, shape.head_dim)
+        self.projections = Projections(shape, states, width, kept_planes(shape, config))
+        self.feature_map = MAPS[str(config.feature_map)](states, config.m, shape.head_dim)
+        gate_widths = {"m": config.m, "d": shape.head_dim, "1": 1}
+        self.gates = nn.ModuleDict(
+            {
+                name: nn.Linear(shape.width, states * gate_widths[width])
+                for name, width in RULES[config.rule].gates.items()
+            }
+        )
+        self.output_norm = HeadNorm(shape.heads, shape.head_dim) if config.output_norm else None
+        self.register_buffer("key_scale", torch.ones(states, config.m) if scales_keys(config) else None)
+
+    def forward(self, x: Tensor, rotary: Any, info: SequenceInfo, slot: Any) -> Tensor:
+        config = self.config
+        q, k, v = self.projections(x, rotary)
+        q, k = self.feature_map(q), self.feature_map(k)
+        if config.normalizes_sum:
+            q, k = sum_normalize(q), sum_normalize(k)
+        if self.key_scale is not None:
+            k = k * self.key_scale.to(k.dtype)
+        y, state = ops.apply(
+            config.rule,
+            q,
+            k,
+            v,
+            self.gate_logits(x),
+            state=None if slot is None else slot.get("state"),
+            normalize=config.normalizes_attention,
+            mask=info.mask,
+            reset=info.reset,
+        )
+        if slot is not None:
+            slot.put("state", state)
+        return y if self.output_norm is None else self.output_norm(y)
+
+    def gate_logits(self, x: Tensor) -> tuple[Tensor, ...]:
+        logits = []
+        for name, width in RULES[self.config.rule].gates.items():
+            logit = self.gates[name](x)
+            logits.append(logit if width == "1" else logit.unflatten(-1, (self.projections.states, -1)))
+        return tuple(logits)
+
+
+def scales_keys(config: FastWeightsConfig) -> bool:
+    """Log gates keep what they let in for very different times, so keys are scaled down by theirs: by constants, not in
+    the projection, where an optimizer's steps would be as large for the small rows as for the others."""
+    return config.rule == "decay" and config.gate_init == "log"
+
+
+def kept_planes(shape: AttentionShape, config: FastWeightsConfig) -> int:
+    """How many rotary planes fit into narrower queries and keys, in the proportion the model has them."""
+    width = input_width(str(config.feature_map), config.m, shape.head_dim)
+    if config.rotary == "drop" or not shape.rotary_dim:
+        return 0
+    if width >= shape.head_dim:
+        return shape.rotary_dim // 2
+    return max(1, width * shape.rotary_dim // shape.head_dim // 2) if width >= 2 else 0
+
+
+class FastWeightsAttention(nn.Module):
+    """Stands where a pretrained attention module stood and answers to the same call."""
+
+    def __init__(self, shape: AttentionShape, config: FastWeightsConfig, layer_index: int) -> None:
+        super().__init__()
+        self.shape, self.config, self.layer_idx = shape, config, layer_index
+        self.rule = None if config.rule == LOCAL else RecurrentAttention(shape, config)
+        self.window = LocalAttention(shape, shape.window(config)) if config.window else None
+        self.mix = Mix(shape.heads) if self.rule is not None and self.window is not None else None
+        self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.width, bias=shape.out_bias)
+        self.dropout = nn.Dropout(shape.dropout)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        past_key_values: Any = None,
+        layer_past: Any = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        fast_weights: SequenceInfo | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """`layer_past` is GPT-NeoX's name for the cache; what else families pass to attention has no meaning here."""
+        cache = past_key_values if past_key_values is not None else layer_past
+        slot = None if cache is None else cache.layers[self.layer_idx]
+        info = fast_weights or SequenceInfo()
+        y: Tensor | None = None
+        if self.rule is not None:
+            y = self.rule(hidden_states, position_embeddings, info, slot)
+        if self.window is not None:
+            near = self.window(hidden_states, position_embeddings, info, slot)
+            y = near if y is None or self.mix is None else self.mix(y, near)
+        assert y is not None
+        return self.dropout(self.o_proj(y.flatten(2).to(hidden_states.dtype))), None

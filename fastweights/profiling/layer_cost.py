@@ -1,0 +1,173 @@
+"""The paper's Figure 1: what one layer needs to generate a token after texts of several lengths.
+
+Shapes: x [B,D]   q, k [B,H,m]   v, y [B,H,d]   state [B,H,d,m]   attention: q, k, v [B,H,1,d], cache [B,H,length+1,d]
+D = H d. The paper's script has one head: B 32, H 1, d = m = 64.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+from torch.nn import functional as F
+
+from fastweights.config import ConfigError, FastWeightsConfig
+from fastweights.ops.step import step
+from fastweights.profiling.model_cost import check_counts, check_lengths, compare
+from fastweights.profiling.timing import Conditions, Contender, Findings, check_room, measure, on
+from fastweights.rules import RULES
+from fastweights.rules.feature_maps import sum_normalize
+
+LENGTHS = tuple(2**i for i in range(7, 17))
+TURNS, SETTLE = 15, 6
+
+
+@dataclass(frozen=True)
+class Shape:
+    """B, H, d and m, what the numbers are and where they come from."""
+
+    batch: int
+    heads: int
+    d: int
+    m: int
+    dtype: torch.dtype
+    device: torch.device
+    generator: torch.Generator
+
+    @property
+    def width(self) -> int:
+        return self.heads * self.d
+
+    def random(self, *shape: int, scale: float = 1.0) -> Tensor:
+        check_room(torch.Size(shape).numel() * self.dtype.itemsize, self.device)
+        return torch.randn(shape, dtype=self.dtype, device=self.device, generator=self.generator).mul_(scale)
+
+
+class Layer:
+    """Projections without biases, all that read x in one product; a token x."""
+
+    def __init__(self, shape: Shape, *widths: int) -> None:
+        self.shape, self.widths = shape, [shape.heads * width for width in widths]
+        self.w_in = shape.random(sum(self.widths), shape.width, scale=shape.width**-0.5)
+        self.w_out = shape.random(shape.width, shape.width, scale=shape.width**-0.5)
+        self.x = shape.random(shape.batch, shape.width)
+
+    def projected(self, x: Tensor) -> list[Tensor]:
+        heads = self.shape.heads
+        return [part.unflatten(-1, (heads, -1)) for part in F.linear(x, self.w_in).split(self.widths, dim=-1)]
+
+    def out(self, y: Tensor) -> Tensor:
+        return F.linear(y.flatten(1), self.w_out)
+
+
+class AttentionLayer(Layer):
+    """Softmax attention over a static cache that is full but for the new token's place: nothing to mask, nothing to
+    copy, which is as fast as torch's attention gets."""
+
+    def __init__(self, shape: Shape, length: int) -> None:
+        super().__init__(shape, shape.d, shape.d, shape.d)
+        self.keys, self.values = (shape.random(shape.batch, shape.heads, length + 1, shape.d) for _ in range(2))
+        self.place = torch.tensor([length], device=shape.device)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Without the new token's place."""
+        return (self.keys[:, :, 1:].numel() + self.values[:, :, 1:].numel()) * self.keys.itemsize
+
+    def step(self, x: Tensor) -> Tensor:
+        q, k, v = (part[:, :, None] for part in self.projected(x))
+        self.keys.index_copy_(2, self.place, k)
+        self.values.index_copy_(2, self.place, v)
+        return self.out(F.scaled_dot_product_attention(q, self.keys, self.values))
+
+
+class RuleLayer(Layer):
+    """A rule as it is best in the paper: delta with a ReLU map, whose matrix is part of the projections, and sums
+    normalised; the others without either."""
+
+    def __init__(self, shape: Shape, rule: str) -> None:
+        widths = {"m": shape.m, "d": shape.d, "1": 1}
+        self.rule, self.gates = rule, list(RULES[rule].gates.values())
+        super().__init__(shape, shape.m, shape.m, shape.d, *(widths[gate] for gate in self.gates))
+        self.maps = FastWeightsConfig(rule=rule).normalizes_sum
+        exact = torch.promote_types(shape.dtype, torch.float32)
+        self.state = shape.random(shape.batch, shape.heads, shape.d, shape.m).to(exact)
+
+    @property
+    def kept_bytes(self) -> int:
+        return self.state.nbytes
+
+    def step(self, x: Tensor) -> Tensor:
+        q, k, v, *logits = self.projected(x)
+        if self.maps:
+            q, k = sum_normalize(F.relu(q)), sum_normalize(F.relu(k))
+        gates = tuple(logit[..., 0] if width == "1" else logit for logit, width in zip(logits, self.gates, strict=True))
+        return self.out(step(self.rule, self.state, q, k, v, gates))
+
+
+def layer_cost(
+    lengths: Sequence[int] = LENGTHS,
+    *,
+    batch: int = 32,
+    heads: int = 1,
+    d: int = 64,
+    m: int = 64,
+    rules: Sequence[str] = ("decay", "delta"),
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    turns: int = TURNS,
+    compiled: bool = False,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Median seconds of a token after `length` others in one layer, the bytes kept of these, and with them the most
+    that the token needs: softmax attention with a static cache, and rules. A length that does not fit into memory is
+    left out, and `left_out` says why. By default numbers are bfloat16 on a GPU and float32 on a CPU; states are
+    float32."""
+    _check(lengths, rules, batch=batch, heads=heads, d=d, m=m, turns=turns)
+    device = torch.device(device)
+    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    shape = Shape(batch, heads, d, m, dtype, device, torch.Generator(device).manual_seed(0))
+    found = {name: Findings() for name in ("attention", *rules)}
+    with torch.no_grad(), on(device):
+        for length in track(
+            sorted(lengths), "one layer", console=Console(stderr=True), transient=True, disable=not progress
+        ):
+            contenders = {name: functools.partial(_contender, shape, name, length) for name in found}
+            measure(contenders, length, Conditions(device, turns, compiled, SETTLE), found)
+    entries = [findings.entry(name, converted=name != "attention") for name, findings in found.items()]
+    return {
+        "kind": "cost",
+        "level": "layer",
+        "what": "median seconds of one more token after a text of this length in one layer, bytes kept of the text, "
+        "and these with the most that the token needs beside the weights",
+        "seed": 0,
+        "tokens": turns,
+        "batch": batch,
+        "heads": heads,
+        "d": d,
+        "m": m,
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": device.type,
+        "models": entries,
+        "cheaper_from": compare(entries),
+    }
+
+
+def _contender(shape: Shape, name: str, length: int) -> Contender:
+    attends = name == "attention"
+    layer = AttentionLayer(shape, length) if attends else RuleLayer(shape, name)
+    return Contender(functools.partial(layer.step, layer.x), layer.kept_bytes, attends)
+
+
+def _check(lengths: Sequence[int], rules: Sequence[str], **counts: int) -> None:
+    check_lengths(lengths)
+    check_counts(**counts)
+    unknown = [rule for rule in rules if rule not in RULES]
+    if unknown:
+        raise ConfigError(f"rule {unknown[0]!r} is not known; choose from {', '.join(RULES)}")

@@ -1,0 +1,280 @@
+"""What one more token costs after a text of a given length: seconds, and bytes kept of that text."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache, DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from fastweights.config import ConfigError
+from fastweights.decode.model import make_decode_model
+from fastweights.modeling.cache import FastWeightsCache
+from fastweights.modeling.classes import FastWeightsMixin, evaluating, position_limit
+from fastweights.modeling.description import layers_of
+from fastweights.modeling.families import family_of
+from fastweights.profiling.timing import Conditions, Contender, Findings, check_room, measure, on
+
+LENGTHS = (256, 1024, 4096, 16384)
+TIMED_TOKENS = 16
+PIECE = 1024
+STRETCHED = "table repeated for timing"
+UNMASKED = "sdpa_unmasked"
+COMPARED = ("seconds", "bytes", "peak_bytes")
+AttentionInterface.register(UNMASKED, sdpa_attention_forward)
+
+
+def decode_cost(
+    models: Mapping[str, Any],
+    lengths: Sequence[int] = LENGTHS,
+    *,
+    batch: int = 1,
+    timed_tokens: int = TIMED_TOKENS,
+    stretch_positions: bool = False,
+    compiled: bool = False,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Median seconds of a token after `length` others, the bytes kept of these and the most that the token needs, for
+    each of some models, with `batch` texts at once.
+
+    At each length the models take turns, token by token, so that whatever else the machine does falls on all of them.
+    A learned position table (GPT-2, OPT) ends: lengths past its end are left out for that model. `stretch_positions`
+    measures them on a copy whose table is repeated; its text is nonsense, but it costs the time and bytes of a model
+    that has a longer table. A length that does not fit into memory is left out as well; `left_out` says why.
+    """
+    _check(models, lengths, batch, timed_tokens)
+    lengths = sorted(lengths)
+    device = next(iter(models.values())).device
+    conditions = Conditions(device, timed_tokens, compiled)
+    measured = {n: stretched(model, lengths[-1] + 1) if stretch_positions else model for n, model in models.items()}
+    _check_positions(measured, lengths[0] + 1)
+    found = {name: Findings() for name in models}
+    with evaluating(*measured.values()), on(device):
+        for length in track(lengths, "models", console=Console(stderr=True), transient=True, disable=not progress):
+            fitting = {}
+            for name, model in measured.items():
+                if _fits(model, length + 1):
+                    fitting[name] = functools.partial(_contender, model, length, batch)
+                else:
+                    found[name].leave_out(length, f"the position table ends at {position_limit(model)}")
+            measure(fitting, length, conditions, found)
+    entries = []
+    for name, model in models.items():
+        note = {"positions": STRETCHED} if measured[name] is not model else {}
+        entries.append(found[name].entry(name, isinstance(model, FastWeightsMixin)) | note)
+    return {
+        "kind": "cost",
+        "what": "median seconds of one more token after a text of this length, bytes kept of the text, and these with "
+        "the most that the token needs beside the weights",
+        "seed": 0,
+        "tokens": timed_tokens,
+        "batch": batch,
+        "dtype": str(next(iter(models.values())).dtype).removeprefix("torch."),
+        "device": device.type,
+        "models": entries,
+        "cheaper_from": compare(entries),
+    }
+
+
+def cheaper_from(
+    points_base: Sequence[Mapping[str, Any]], points_converted: Sequence[Mapping[str, Any]], key: str
+) -> int | None:
+    """The first length from which the converted model costs less and goes on to, None if it does not end up so.
+
+    Between two measured lengths a cost is a straight line, as the bytes of full attention are; nothing is said outside
+    of them, so a model that is cheaper throughout is so from the smallest length measured.
+    """
+    base = {point["length"]: point[key] for point in points_base}
+    excess = sorted((p["length"], p[key] - base[p["length"]]) for p in points_converted if p["length"] in base)
+    dearer = [i for i, (_, difference) in enumerate(excess) if not difference < 0]
+    if not excess or not dearer:
+        return excess[0][0] if excess else None
+    if dearer[-1] == len(excess) - 1:
+        return None
+    (before, above), (after, below) = excess[dearer[-1] : dearer[-1] + 2]
+    return min(after, math.floor(before + (after - before) * above / (above - below)) + 1)
+
+
+def kept_bytes(cache: Cache) -> int:
+    """Bytes that a cache holds of the text: states, keys and values."""
+    if isinstance(cache, FastWeightsCache):
+        return cache.nbytes + cache.attention_nbytes
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers if layer.is_initialized)
+
+
+def stretched(model: Any, length: int) -> Any:
+    """A copy of a model whose position table reaches `length`, for timing only; the model itself where it does."""
+    if _fits(model, length):
+        return model
+    # All weights but the table's are shared: the copy costs no second model.
+    twin = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    table = _position_table(twin)
+    with torch.no_grad():
+        rows = length + getattr(table, "offset", 0)
+        weight = table.weight.repeat(math.ceil(rows / table.num_embeddings), 1)[:rows]
+    table.weight, table.num_embeddings = nn.Parameter(weight, requires_grad=False), rows
+    setattr(twin.config, str(family_of(twin).learned_positions), length)
+    return twin
+
+
+def _check(models: Mapping[str, Any], lengths: Sequence[int], batch: int, timed_tokens: int) -> None:
+    if not models:
+        raise ConfigError("decode_cost measures models by name, and found none")
+    check_lengths(lengths)
+    check_counts(batch=batch, timed_tokens=timed_tokens)
+
+
+def check_lengths(lengths: Sequence[int]) -> None:
+    if not lengths or min(lengths) < 1:
+        raise ConfigError(f"lengths must be at least one text length of 1 or more tokens, found {list(lengths)}")
+
+
+def check_counts(**counts: int) -> None:
+    for name, count in counts.items():
+        if count < 1:
+            raise ConfigError(f"{name} must be at least 1, found {count}")
+
+
+def _check_positions(models: Mapping[str, Any], shortest: int) -> None:
+    for name, model in models.items():
+        if not _fits(model, shortest):
+            raise ConfigError(
+                f"{name} has fewer learned positions than the {shortest} tokens that the shortest of the lengths needs "
+                "with the timed one: give shorter lengths, or stretch_positions=True"
+            )
+
+
+def _fits(model: Any, length: int) -> bool:
+    """Whether a text of `length` tokens has a position for each."""
+    limit = position_limit(model)
+    return limit is None or length <= limit
+
+
+def _position_table(model: Any) -> Any:
+    """The embedding that is not the tokens' and has a row for every position (OPT: and two more, its offset)."""
+    length = getattr(model.config, str(family_of(model).learned_positions))
+    return next(
+        module
+        for module in model.modules()
+        if isinstance(module, nn.Embedding)
+        and module is not model.get_input_embeddings()
+        and module.num_embeddings == length + getattr(module, "offset", 0)
+    )
+
+
+def _contender(model: Any, length: int, batch: int) -> Contender:
+    """A model that has read `length` random tokens, and goes on by one: as `fastweights generate` would, with the
+    engine's step where it has one for the model, and else with the model's own forward."""
+    check_room(_needed_bytes(model, length, batch), model.device)
+    cache, token = _cache_after(model, length, batch), _random_tokens(model, batch, 1)
+    kept = kept_bytes(cache)
+    if isinstance(cache, FastWeightsCache):
+        stepper = make_decode_model(model, batch, longest=length + 1)
+        if stepper.static:
+            return Contender(_engine_step(stepper, cache, token), kept, attends=False, is_engine=True)
+    attends = not isinstance(cache, FastWeightsCache) or bool(cache.kept)
+    return Contender(_forward_step(model, cache, token), kept, attends)
+
+
+def _needed_bytes(model: Any, length: int, batch: int) -> int:
+    """What is kept of the texts and of the token after them, as often as it is held at once."""
+    layers = layers_of(model, family_of(model))
+    kept = sum(layer.state_bytes if layer.converted else layer.attention_bytes(length + 1) for layer in layers)
+    copies = 3 if isinstance(model, FastWeightsMixin) else 1  # the engine's own, and the one that it is filled from
+    return copies * batch * kept
+
+
+def _forward_step(model: Any, cache: Cache, token: Tensor) -> Callable[[], Tensor]:
+    _make_static(cache)
+    lengths = getattr(cache, "lengths", None)
+
+    def step() -> Tensor:
+        if lengths is not None:
+            cache.lengths = lengths  # a converted model counts on into a new tensor, which a CUDA graph cannot follow
+        with _no_mask(model):
+            return model(token, past_key_values=cache, use_cache=True).logits[:, -1]
+
+    return step
+
+
+def _engine_step(stepper: Any, cache: FastWeightsCache, token: Tensor) -> Callable[[], Tensor]:
+    for row in range(len(token)):
+        text = cache.fork()
+        text.batch_select_indices(torch.tensor([row]))
+        stepper.fill(row, text)
+    stepper.tokens.copy_(token[:, 0])
+    return stepper.step
+
+
+def _random_tokens(model: Any, batch: int, length: int) -> Tensor:
+    generator, words = torch.Generator().manual_seed(length), model.config.get_text_config().vocab_size
+    return torch.randint(words, (batch, length), generator=generator).to(model.device)
+
+
+def _cache_after(model: Any, length: int, batch: int) -> Cache:
+    cache = None
+    for piece in _random_tokens(model, batch, length).split(PIECE, dim=1):
+        cache = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
+    return cache
+
+
+class _StaticLayer(DynamicLayer):
+    """The keys and values of a text with room for one more token, which takes the same place every time: shapes and
+    addresses stay, as a CUDA graph needs it, and there is nothing to mask, so that the fastest kernels can be used."""
+
+    def __init__(self, text: DynamicLayer) -> None:
+        super().__init__()
+        self.keys, self.values = (F.pad(held, (0, 0, 0, 1)) for held in (text.keys, text.values))
+        self.dtype, self.device, self.is_sliding = self.keys.dtype, self.keys.device, text.is_sliding
+        self.length, self.is_initialized = int(text.get_seq_length()), True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.keys[:, :, -1:] = key_states
+        self.values[:, :, -1:] = value_states
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        held = self.keys.shape[2]
+        return held, self.length + 1 - held
+
+
+def _make_static(cache: Cache) -> None:
+    for i, layer in enumerate(cache.layers):  # one after the other: all at once would need the memory twice
+        if isinstance(layer, DynamicLayer):
+            cache.layers[i] = _StaticLayer(layer)
+
+
+@contextlib.contextmanager
+def _no_mask(model: Any) -> Iterator[None]:
+    """While a CUDA graph is captured, transformers makes a mask for one token, too, and with a mask torch has no flash
+    attention; for an implementation that it does not know it makes none."""
+    config = model.config
+    before = config._attn_implementation
+    config._attn_implementation = UNMASKED if before == "sdpa" else before
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def compare(entries: list[dict[str, Any]]) -> dict[str, int | None]:
+    """Of the first converted model against the first that is not; each converted entry gets its own as well."""
+    base = next((entry for entry in entries if not entry["converted"]), None)
+    for entry in entries:
+        if base is not None and entry["converted"]:
+            entry["cheaper_from"] = {key: cheaper_from(base["points"], entry["points"], key) for key in COMPARED}
+    return next((e["cheaper_from"] for e in entries if "cheaper_from" in e), dict.fromkeys(COMPARED))

@@ -1,0 +1,1 @@
+"""Recovering quality: recipes, losses, the trainer and its checkpoints."""

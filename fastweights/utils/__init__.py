@@ -1,0 +1,1 @@
+"""Files, progress, provenance and errors: what every other package may use."""

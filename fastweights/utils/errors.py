@@ -1,0 +1,50 @@
+"""Errors that a user can act on.
+
+A message names Python arguments as `Argument`s. The library shows them as they are; the command line shows the flags
+they were given by. So one message serves both, and nobody has to rewrite it:
+
+    raise ConfigError(Argument("m"), f" must be at least 1, found {m}")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class Argument(str):
+    """The name of an argument inside an error message."""
+
+
+class FastWeightsError(ValueError):
+    """Base of all errors about what a caller passed. The message is given in parts: text and `Argument`s."""
+
+    def __init__(self, *parts: str) -> None:
+        self.parts = parts
+        super().__init__("".join(parts))
+
+    def message(self, name_of: Callable[[str], str] = str) -> str:
+        """The message, with every argument shown as `name_of(argument)`."""
+        return "".join(name_of(part) if isinstance(part, Argument) else part for part in self.parts)
+
+    def __str__(self) -> str:
+        return self.message()
+
+
+class CheckpointError(FastWeightsError):
+    """A checkpoint that cannot be read, or whose tensors do not fit the model that its config describes."""
+
+
+class Stopped(Exception):
+    """A run that ended early and left a checkpoint to resume from."""
+
+    exit_code = 1
+
+
+@contextmanager
+def error_context(*prefix: str) -> Iterator[None]:
+    """Put `prefix` in front of the message of any FastWeightsError raised inside."""
+    try:
+        yield
+    except FastWeightsError as error:
+        raise type(error)(*prefix, *error.parts) from error

@@ -1,0 +1,450 @@
+"""What a user can get wrong: each is one line that names the flag or file, what was found and what to do."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.cli import error_of, run, save_model, succeed, tokenizer
+from helpers.tiny import pretrained, tokens
+from safetensors.torch import load_file, save_file
+from transformers import BloomConfig, BloomForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from fastweights.config import ConfigError, FastWeightsConfig
+from fastweights.conversion import convert
+from fastweights.loading import load, new_folder, save
+from fastweights.modeling.cache import FastWeightsCache, StateError
+from fastweights.modeling.families import UnknownFamilyError
+from fastweights.utils.errors import CheckpointError
+
+# settings in Python, as flags, and what the message must say
+UNDEFINED: dict[str, tuple[dict[str, Any], list[Any], str]] = {
+    "unknown rule": (dict(rule="lstm"), ["--rule", "lstm"], "rule='lstm' is not known; choose one of decay"),
+    "unknown map": (dict(feature_map="x"), ["--feature-map", "x"], "feature_map='x' is not known; choose one of none"),
+    "m of zero": (dict(m=0), ["--m", 0], "m must be a whole number of at least 1, found 0"),
+    "negative m": (dict(m=-4), ["--m", -4], "m must be a whole number of at least 1, found -4"),
+    "negative window": (dict(window=-1), ["--window", -1], "window must be a whole number of at least 0, found -1"),
+    "local without a window": (
+        dict(rule="local", window=0),
+        ["--rule", "local", "--window", 0],
+        "window must be a whole number of at least 1, found 0",
+    ),
+    "decay with a normaliser": (
+        dict(feature_map="relu", normalize="sum"),
+        ["--feature-map", "relu", "--normalize", "sum"],
+        "the decay rule has no normaliser",
+    ),
+    "dpfp with an odd m": (
+        dict(rule="add", feature_map="dpfp", m=7),
+        ["--rule", "add", "--feature-map", "dpfp", "--m", 7],
+        "dpfp makes an even number of features",
+    ),
+    "rfa with an odd m": (
+        dict(rule="add", feature_map="rfa", m=7),
+        ["--rule", "add", "--feature-map", "rfa", "--m", 7],
+        "m must be even",
+    ),
+    "sums without a positive map": (
+        dict(rule="add", normalize="sum"),
+        ["--rule", "add", "--normalize", "sum"],
+        "sum normalisation divides by the sum of the features, which must be positive: use one of the maps relu",
+    ),
+    "log gates without gates": (
+        dict(rule="add", gate_init="log"),
+        ["--rule", "add", "--gate-init", "log"],
+        "only decay and gated have them",
+    ),
+    "a map for local attention": (
+        dict(rule="local", feature_map="relu"),
+        ["--rule", "local", "--feature-map", "relu"],
+        "local attention is a softmax over its window",
+    ),
+    "a layer twice": (dict(layers=(1, 1)), ["--layers", "1,1"], "each only once"),
+}
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return save_model(tmp_path / "base")
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    return save_model(tmp_path / "model", m=8)
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """An output folder in a folder of its own, which must be empty again after a failure."""
+    (tmp_path / "outputs").mkdir()
+    return tmp_path / "outputs" / "out"
+
+
+def assert_nothing_left(out: Path) -> None:
+    assert list(out.parent.iterdir()) == []
+
+
+def forbid_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("the model was loaded before the settings and the output folder were checked")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", fail)
+
+
+# settings
+
+
+@pytest.mark.parametrize(("settings", "flags", "message"), UNDEFINED.values(), ids=UNDEFINED)
+def test_undefined_settings(
+    settings: dict, flags: list, message: str, base: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        FastWeightsConfig(**settings)
+    forbid_loading(monkeypatch)
+    found = error_of("convert", base, "-o", out, *flags)
+    assert message.replace("feature_map=", "--feature-map=") in found
+    assert flags[-2] in found
+    assert_nothing_left(out)
+
+
+@pytest.mark.parametrize("typed", ["one", "3-1", "0;1"])
+def test_layers_that_are_no_list(typed: str, base: Path, out: Path) -> None:
+    assert f"--layers must be numbers and ranges from low to high such as 0,2,5-7, found '{typed}'" == error_of(
+        "convert", base, "-o", out, "--layers", typed
+    )
+    assert_nothing_left(out)
+
+
+def test_layers_that_the_model_does_not_have(base: Path, out: Path) -> None:
+    message = "layers=[2, 5] do not exist: the model has 2 layers, numbered 0 to 1"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        convert(pretrained("gpt2"), FastWeightsConfig(layers=(0, 2, 5)))
+    assert error_of("convert", base, "-o", out, "--layers", "0,2,5") == f"--{message}"
+    assert_nothing_left(out)
+
+
+def test_a_flag_that_takes_a_number(base: Path, out: Path) -> None:
+    result = run("convert", base, "-o", out, "--m", "many")
+    assert result.exit_code == 2
+    assert "--m" in result.stderr
+
+
+# models
+
+
+def test_unknown_family(tmp_path: Path, out: Path) -> None:
+    model = BloomForCausalLM(BloomConfig(n_layer=1, hidden_size=32, n_head=4, vocab_size=61))
+    model.save_pretrained(tmp_path / "bloom")
+    with pytest.raises(UnknownFamilyError, match="cannot convert a BloomForCausalLM"):
+        convert(model)
+    found = error_of("convert", tmp_path / "bloom", "-o", out)
+    assert "cannot convert a BloomForCausalLM: the families known are gpt2" in found
+    assert "CONTRIBUTING.md" in found
+    assert "BloomForCausalLM" in error_of("info", tmp_path / "bloom")
+    assert_nothing_left(out)
+
+
+def test_a_model_that_is_already_converted(model_folder: Path, out: Path) -> None:
+    assert "already converted: start from the pretrained model" in error_of("convert", model_folder, "-o", out)
+    assert_nothing_left(out)
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path, out: Path) -> None:
+    missing = tmp_path / "missing"
+    with pytest.raises(CheckpointError, match="no folder at"):
+        load(missing)
+    assert error_of("convert", missing, "-o", out).startswith(f"no folder at {missing}: give a model's folder")
+    assert f"no folder at {missing}" in error_of("generate", missing, "--prompt", "x")
+    assert f"{missing} is not a checkpoint" in error_of("info", missing)
+    assert_nothing_left(out)
+
+
+def test_a_relative_name_is_not_looked_for_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "no folder at modle" in error_of("generate", "modle", "--prompt", "x")
+
+
+def test_a_gguf_file_that_is_not_there(tmp_path: Path, out: Path) -> None:
+    assert f"no GGUF file at {tmp_path}/x.gguf" == error_of("convert", tmp_path / "x.gguf", "-o", out)
+    assert_nothing_left(out)
+
+
+def test_a_file_instead_of_a_folder(base: Path, out: Path) -> None:
+    assert "is a file: give the folder it lies in" in error_of("convert", base / "model.safetensors", "-o", out)
+    assert_nothing_left(out)
+
+
+def test_an_empty_folder(tmp_path: Path, out: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        load(empty)
+    for command in (["convert", empty, "-o", out], ["generate", empty, "--prompt", "x"], ["info", empty]):
+        assert re.search(rf"{empty} is not a checkpoint: .*no config\.json", error_of(*command))
+    assert_nothing_left(out)
+
+
+def test_a_folder_with_a_config_only(tmp_path: Path, out: Path) -> None:
+    folder = tmp_path / "config"
+    pretrained("gpt2").config.save_pretrained(folder)
+    message = f"{folder} is not a checkpoint: it has a config.json but no model.safetensors"
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        load(folder)
+    assert error_of("convert", folder, "-o", out) == message
+    assert error_of("generate", folder, "--prompt", "x") == message
+    assert_nothing_left(out)
+
+
+@pytest.mark.parametrize("settings", [{"rule": "lstm"}, {"rule": "decay", "widht": 3}, {"rule": "decay", "m": 0}])
+def test_damaged_settings_in_a_config(model_folder: Path, settings: dict[str, Any]) -> None:
+    config = model_folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"fastweights": settings}))
+    for command in (["generate", model_folder, "--prompt", "x"], ["info", model_folder]):
+        found = error_of(*command)
+        assert "config.json" in found
+        assert str(model_folder) in found
+
+
+# weights
+
+
+def truncate(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+
+
+def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def test_a_truncated_base_model(base: Path, out: Path) -> None:
+    truncate(base)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
+        load(base)
+    found = error_of("convert", base, "-o", out)
+    assert f"{base}: model.safetensors cannot be read" in found
+    assert "copy or save it again" in found
+    assert_nothing_left(out)
+
+
+def test_a_truncated_converted_model(model_folder: Path) -> None:
+    truncate(model_folder)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
+        load(model_folder)
+    found = error_of("generate", model_folder, "--prompt", "x")
+    assert f"{model_folder}: model.safetensors cannot be read" in found
+
+
+GATE = "transformer.h.0.attn.rule.gates.f.weight"
+BAD_TENSORS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
+    "missing": (lambda tensors: tensors.pop(GATE), f"missing tensors: {GATE}"),
+    "extra": (lambda tensors: tensors.update(extra=torch.zeros(2)), "tensors the model does not have: extra"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_TENSORS.values(), ids=BAD_TENSORS)
+def test_tensors_that_are_not_the_models(model_folder: Path, change: Callable, message: str) -> None:
+    edit(model_folder, change)
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        load(model_folder)
+    found = error_of("generate", model_folder, "--prompt", "x")
+    assert message in found
+    assert str(model_folder) in found
+
+
+def test_a_tensor_of_another_shape(model_folder: Path) -> None:
+    edit(model_folder, lambda tensors: tensors.update({GATE: torch.zeros(3, 3)}))
+    with pytest.raises(CheckpointError, match=re.escape(str(model_folder))):
+        load(model_folder)
+    assert str(model_folder) in error_of("generate", model_folder, "--prompt", "x")
+
+
+def test_the_program_itself_prints_one_line(model_folder: Path) -> None:
+    """Nothing of what transformers says about the same checkpoint."""
+    edit(model_folder, BAD_TENSORS["missing"][0])
+    program = Path(sys.executable).with_name("fastweights")
+    done = subprocess.run([program, "generate", model_folder, "--prompt", "x"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"error: .*missing tensors.*\n", done.stderr)
+
+
+# generating
+
+
+def test_a_prompt_longer_than_the_position_table(model_folder: Path) -> None:
+    with pytest.raises(ValueError, match="clamp"):
+        load(model_folder)(tokens(1, 97))
+    found = error_of("generate", model_folder, "--prompt", "x" * 97)
+    assert "gpt2 has learned positions for 96 tokens" in found
+    assert "--positions clamp" in found
+
+
+def test_clamped_positions_have_no_end(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, m=8, positions="clamp")
+    assert "9 tokens" in succeed("generate", folder, "--prompt", "x" * 97, "--max-new-tokens", 9).stderr
+
+
+@pytest.mark.parametrize("settings", [{}, {"m": 8}], ids=["ordinary", "converted"])
+def test_no_tokenizer(tmp_path: Path, settings: dict[str, Any]) -> None:
+    folder = save_model(tmp_path, with_tokenizer=False, **settings)
+    assert f"{folder} has no tokenizer: save" in error_of("generate", folder, "--prompt", "x")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--prompt", "x", "--temperature", 0], "--temperature must be above 0, found 0.0"),
+        (["--prompt", "x", "--repetition-penalty", 0], "--repetition-penalty must be above 0, found 0.0"),
+        (["--prompt", "x", "--device", "abacus"], "--device abacus cannot be used here"),
+        (["--prompt", "x", "--save-state", "no/such/folder/s"], "--save-state no/such/folder/s cannot be written"),
+    ],
+)
+def test_bad_generation_options(model_folder: Path, flags: list[Any], message: str) -> None:
+    assert message in error_of("generate", model_folder, *flags)
+
+
+# states
+
+
+@pytest.fixture
+def state(model_folder: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "state"
+    succeed("generate", model_folder, "--prompt", "Hello", "--max-new-tokens", 2, "--save-state", path)
+    return path
+
+
+def load_state_error(folder: Path, state: Path) -> str:
+    """The same message from Python and from the command line."""
+    with pytest.raises(StateError) as raised:
+        FastWeightsCache.load(state, load(folder))
+    found = error_of("generate", folder, "--prompt", "x", "--load-state", state)
+    assert found == f"--load-state: {raised.value}"
+    return found
+
+
+def test_a_state_of_another_model(state: Path, tmp_path: Path) -> None:
+    other = save_model(tmp_path / "other", m=8, seed=1)
+    assert f"the state in {state} belongs to another model" in load_state_error(other, state)
+
+
+def test_a_state_that_is_garbage(model_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "state").write_bytes(b"garbage" * 99)
+    assert f"{tmp_path}/state is not a readable state file" in load_state_error(model_folder, tmp_path / "state")
+
+
+def test_nothing_to_continue_with(model_folder: Path, state: Path) -> None:
+    assert "--prompt is empty" in error_of("generate", model_folder, "--prompt", "", "--load-state", state)
+
+
+def test_a_truncated_state(model_folder: Path, state: Path) -> None:
+    state.write_bytes(state.read_bytes()[:-100])
+    assert f"{state} is not a readable state file" in load_state_error(model_folder, state)
+
+
+def test_a_state_that_is_a_model(model_folder: Path) -> None:
+    weights = model_folder / "model.safetensors"
+    assert f"{weights} is a safetensors file, but not a state" in load_state_error(model_folder, weights)
+
+
+def test_a_state_that_is_not_there(model_folder: Path, tmp_path: Path) -> None:
+    assert f"no state file at {tmp_path}/none" in load_state_error(model_folder, tmp_path / "none")
+
+
+@pytest.mark.parametrize("flag", ["--load-state", "--save-state"])
+def test_an_ordinary_model_has_no_state(base: Path, tmp_path: Path, flag: str) -> None:
+    found = error_of("generate", base, "--prompt", "x", flag, tmp_path / "state")
+    assert found == f"{flag} needs a converted model, and {base} is an ordinary one: run fastweights convert"
+    assert not (tmp_path / "state").exists()
+
+
+# output folders
+
+
+def test_an_output_folder_below_a_file(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "file"
+    file.write_text("kept")
+    forbid_loading(monkeypatch)
+    for target in (file / "x", file / "x" / "y"):
+        found = error_of("convert", base, "-o", target)
+        assert found == f"cannot write to {target}: Not a directory; choose another output folder"
+        with pytest.raises(CheckpointError, match="cannot write to"):
+            save(pretrained("gpt2"), target)
+    assert file.read_text() == "kept"
+
+
+def test_an_output_folder_that_is_a_file(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    forbid_loading(monkeypatch)
+    found = error_of("convert", base, "-o", tmp_path / "file", "--overwrite")
+    assert found == f"{tmp_path}/file exists and is not a folder: choose another output folder"
+
+
+def test_an_output_folder_that_is_not_empty(base: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out.mkdir()
+    (out / "precious").write_text("kept")
+    message = f"{out} exists and is not empty: choose another output folder, or pass --overwrite"
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        save(pretrained("gpt2"), out)
+    forbid_loading(monkeypatch)
+    assert error_of("convert", base, "-o", out) == message
+    assert [p.name for p in out.iterdir()] == ["precious"]
+
+
+def full_disk(self: Any, folder: Any, **kwargs: Any) -> None:
+    (Path(folder) / "half").write_text("half a model")
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("saved", [PreTrainedModel, PreTrainedTokenizerFast])
+def test_a_disk_that_is_full(base: Path, out: Path, saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saved, "save_pretrained", full_disk)
+    for target in (out, out / "deeper" / "still"):
+        found = error_of("convert", base, "-o", target, "--m", 8)
+        assert f"cannot write to {target}" in found
+        assert "No space left on device" in found
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            save(pretrained("gpt2"), target, tokenizer())
+        assert_nothing_left(out)
+
+
+def test_a_full_disk_leaves_the_old_model(base: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_model(out, rule="add", m=8)
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", full_disk)
+    assert "No space left" in error_of("convert", base, "-o", out, "--m", 8, "--overwrite")
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+    assert [p.name for p in out.parent.iterdir()] == ["out"]
+
+
+def test_an_interrupt_leaves_nothing(out: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), new_folder(out / "deeper") as folder:
+        (folder / "half").touch()
+        raise KeyboardInterrupt
+    assert_nothing_left(out)
+
+
+def test_settings_that_would_be_ignored_are_refused() -> None:
+    for settings, reason in (
+        (dict(rule=None), "rule=None is not known"),
+        (dict(state_heads=None), "state_heads=None is not known"),
+        (dict(rule="local", output_norm=True), "takes no output_norm"),
+        (dict(rule="local", projection_init="random"), "has no projection_init"),
+        (dict(rule="local", rotary="drop"), "keeps rotary"),
+        (dict(layers=5), "layers must be layer numbers"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            FastWeightsConfig(**settings)
+
+
+def test_convert_takes_a_model_not_a_name() -> None:
+    with pytest.raises(ConfigError, match=r"fw.load\('gpt2'\)"):
+        convert("gpt2")

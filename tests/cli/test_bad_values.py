@@ -1,0 +1,197 @@
+"""More of what a user can get wrong: values, files and folders that are read or written on the way."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.cli import error_of, run, save_model, succeed, tokenizer
+from helpers.tiny import pretrained
+from rich.console import Console
+
+from fastweights import quickstart
+from fastweights.loading import load, save
+from fastweights.modeling.cache import FastWeightsCache, StateError
+from fastweights.training.recipe import load_recipe
+from fastweights.training.run import Interrupted
+from fastweights.utils.files import write_text
+from fastweights.utils.provenance import provenance
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    save(pretrained("gpt2"), tmp_path / "base", tokenizer())
+    return tmp_path / "base"
+
+
+@pytest.fixture
+def swapped(base: Path, tmp_path: Path) -> Path:
+    succeed("convert", base, "-o", tmp_path / "swapped", "--m", 4)
+    return tmp_path / "swapped"
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_text("Hello world, this is a text. " * 400)
+    return tmp_path / "text.txt"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--m", 10**9], "--m must be at most 65,536, found 1,000,000,000"),
+        (["--seed", 2**31 + 1], "--seed must be at most 2,147,483,648, found 2,147,483,649"),
+        (["--layers", "99999999999-99999999999999"], "--layers must be numbers and ranges from low to high"),
+    ],
+)
+def test_huge_values(base: Path, tmp_path: Path, flags: list[Any], message: str) -> None:
+    assert message in error_of("convert", base, "-o", tmp_path / "out", *flags)
+
+
+def test_an_ordinary_model_has_an_end(base: Path) -> None:
+    message = error_of("generate", base, "--prompt", "Hello", "--max-new-tokens", 200)
+    assert re.search(r"--max-new-tokens 200: .* and the model has 96: ask for fewer", message)
+
+
+def test_a_prompt_that_is_no_text(swapped: Path) -> None:
+    command = [sys.executable, "-m", "fastweights", "generate", str(swapped), "--prompt", "-"]
+    done = subprocess.run(command, input=b"\xff\xfe", capture_output=True)
+    assert done.returncode == 2 and done.stderr.decode().strip().endswith(
+        "error: --prompt is not UTF-8: convert it first, for example with iconv"
+    )
+
+
+def test_a_tokenizer_of_another_model(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", m=4)
+    settings = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = settings["model"]["vocab"]
+    settings["model"]["vocab"] = {word: 10_000 + i for word, i in vocabulary.items()}
+    (folder / "tokenizer.json").write_text(json.dumps(settings))
+    assert "is another model's, save its own there" in error_of("generate", folder, "--prompt", "Hello")
+    (folder / "tokenizer.json").write_text("{")
+    assert f"the tokenizer of {folder}: it cannot be loaded" in error_of("generate", folder, "--prompt", "Hello")
+
+
+def test_a_state_of_the_same_model_before_it_was_trained(tmp_path: Path) -> None:
+    """One parameter of many is enough; rounding to another precision is not."""
+    model = load(save_model(tmp_path / "model", m=4))
+    cache = FastWeightsCache(model.config)
+    with torch.no_grad():
+        model(torch.tensor([[1, 2, 3]]), past_key_values=cache)
+    cache.save(tmp_path / "state", model)
+    FastWeightsCache.load(tmp_path / "state", load(tmp_path / "model").to(torch.bfloat16))
+    smallest = min(model.parameters(), key=lambda p: (float(p.detach().norm()) or torch.inf, p.numel()))
+    with torch.no_grad():
+        smallest.mul_(1.02)
+    with pytest.raises(StateError, match="belongs to another model"):
+        FastWeightsCache.load(tmp_path / "state", model)
+
+
+# what is measured with, and written to
+
+
+def test_lengths_of_nothing(swapped: Path, text: Path) -> None:
+    assert "--length 0: a window has at least 1 token" in error_of("eval", swapped, "--data", text, "--length", 0)
+    for flag in ("--limit", "--position-length"):
+        done = run("eval", swapped, "--data", text, flag, 0)
+        assert done.exit_code == 2 and f"Invalid value for '{flag}'" in done.stderr
+
+
+def test_a_result_that_cannot_be_written(swapped: Path, text: Path, tmp_path: Path) -> None:
+    """A file that may not grow stands for a full disk."""
+    result = tmp_path / "result.json"
+    command = [sys.executable, "-m", "fastweights", "eval", str(swapped), "--data", str(text), "--length", "32"]
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))  # noqa: E731
+    done = subprocess.run([*command, "-o", str(result)], capture_output=True, text=True, preexec_fn=limit)
+    assert done.returncode == 2 and f"error: {result}: File too large" in done.stderr and "Traceback" not in done.stderr
+    assert list(tmp_path.glob("*result.json*")) == []
+
+
+def test_looking_for_the_commit_locks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that ends in the middle would leave the lock in the user's repository."""
+    monkeypatch.delenv("FASTWEIGHTS_COMMIT", raising=False)
+    asked: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "check_output", lambda command, **_: asked.append(command) or "found")
+    assert provenance()["commit"] == "found+"
+    assert len(asked) == 3 and all(command[:2] == ["git", "--no-optional-locks"] for command in asked)
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match=re.escape(str(tmp_path / "folder"))):
+        write_text(tmp_path / "folder", "text")
+
+
+# training
+
+
+def train_error(swapped: Path, text: Path, *flags: Any) -> str:
+    return error_of(
+        "train", swapped, "--data", text, "-o", swapped.parent / "run", "--length", 32, "--batch-tokens", 64, *flags
+    )
+
+
+def test_settings_are_named_as_they_are_typed(swapped: Path, text: Path, tmp_path: Path) -> None:
+    assert "--set takes NAME=VALUE, such as seed=1 or" in train_error(swapped, text, "--set", "distill.tokens")
+    assert "--set length=[1: '[1' is no value" in train_error(swapped, text, "--set", "length=[1")
+    recipe = tmp_path / "mine.yaml"
+    for settings, message in (("stages: 3", "mine.yaml: stages must"), ("stages: []\nlength: 0", "mine.yaml: ")):
+        recipe.write_text(settings)
+        found = train_error(swapped, text, "--recipe", recipe)
+        assert message in found and "--stages" not in found and "--length" not in found
+
+
+def test_one_process_has_nothing_to_share(swapped: Path, text: Path) -> None:
+    assert "--shard: there is one process only: start several with torchrun" in train_error(swapped, text, "--shard")
+
+
+def test_recipes_that_are_none(swapped: Path, text: Path, tmp_path: Path) -> None:
+    (tmp_path / "folder.yaml").mkdir()
+    for name, found in ((text, "its name must end in .yaml"), (tmp_path / "folder.yaml", "that is a folder")):
+        assert f"--recipe {name}: {found}; shipped are" in train_error(swapped, text, "--recipe", name)
+
+
+def test_a_base_that_has_moved(swapped: Path, base: Path, text: Path) -> None:
+    base.rename(base.with_name("elsewhere"))
+    message = train_error(swapped, text)
+    assert f"the base of {swapped}, which --teacher can name: no folder at {base}: give a model's folder" in message
+
+
+def test_a_text_to_validate_on(swapped: Path, text: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    missing = train_error(swapped, text, "--validation", tmp_path / "none.txt")
+    assert missing.startswith(f"--validation: {tmp_path}/none.txt: there is no such file") and "--data" not in missing
+    empty = train_error(swapped, text, "--validation", tmp_path / "empty.txt")
+    assert empty.startswith("--validation: ") and "has no text in it" in empty
+
+
+# the quickstart
+
+
+def test_a_quickstart_replaces_only_its_own(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/swapped").write_text("mine")
+    assert f"--output {tmp_path}/mine exists and is no quickstart's" in error_of("quickstart", "-o", tmp_path / "mine")
+    assert [file.name for file in (tmp_path / "mine").iterdir()] == ["swapped"]
+    for _ in range(2):
+        quickstart._own(tmp_path / "new")
+    (tmp_path / "new/swapped").write_text("its own")
+    quickstart._own(tmp_path / "new")
+
+
+def test_a_quickstart_that_is_stopped_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: Any, **__: Any) -> None:
+        raise Interrupted(tmp_path, 2)
+
+    monkeypatch.setattr(quickstart, "train", stop)
+    with pytest.raises(Interrupted, match=f"go on with: fastweights quickstart -o {tmp_path}$") as raised:
+        quickstart._train(tmp_path, load_recipe("quickstart"), Console(file=io.StringIO()))
+    assert raised.value.exit_code == 130

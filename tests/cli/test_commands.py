@@ -1,0 +1,300 @@
+"""Every command, as a user types it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.cli import run, save_model, succeed, tokenizer
+from helpers.tiny import pretrained
+
+import fastweights
+from fastweights.cli.options import parse_layers
+from fastweights.config import ConfigError, FastWeightsConfig
+from fastweights.loading import load, load_tokenizer
+from fastweights.modeling.cache import FastWeightsCache
+from fastweights.modeling.classes import FastWeightsMixin
+from fastweights.training.recipe import RECIPE_FOLDER, load_recipe
+
+
+def settings_of(folder: Path) -> FastWeightsConfig:
+    return FastWeightsConfig.from_dict(json.loads((folder / "config.json").read_text())["fastweights"])
+
+
+HYBRID = dict(m=8, layers=(1,), window=3)
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", dict(m=8)),
+    "llama": ("llama", dict(rule="delta", m=8, window=4)),
+    "hybrid": ("llama", HYBRID),
+    "sliding hybrid": ("mistral", HYBRID),
+}
+
+
+def words(text: str) -> str:
+    """Text without the line breaks, and the hyphenation at them, that a narrow terminal brings."""
+    return re.sub(r"\s+", "", text)
+
+
+def test_importing_the_command_line_is_cheap() -> None:
+    check = "import sys, fastweights.cli.app; print({'torch', 'transformers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_the_program_itself() -> None:
+    program = Path(sys.executable).with_name("fastweights")
+    done = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == fastweights.__version__
+
+
+def test_version() -> None:
+    assert succeed("--version").stdout.strip() == fastweights.__version__
+
+
+def test_help_names_the_commands() -> None:
+    text = succeed("--help").stdout
+    assert all(command in text for command in ("convert", "generate", "info"))
+
+
+def test_help_names_every_shipped_grid_and_the_recipes_for_users() -> None:
+    grids = ", ".join(sorted(file.stem for file in (RECIPE_FOLDER / "grids").glob("*.yaml")))
+    assert words(f"({grids})") in words(succeed("compare", "--help").stdout)
+    recipes = [load_recipe(name) and name for name in ("distill", "finetune", "finish", "paper")]
+    assert words(f"({', '.join(recipes)})") in words(succeed("train", "--help").stdout)
+
+
+@pytest.mark.parametrize("name", [f.name for f in fields(FastWeightsConfig)])
+def test_every_setting_is_an_option_with_its_own_description(name: str) -> None:
+    text = words(succeed("convert", "--help").stdout)
+    assert f"--{name.replace('_', '-')}" in text
+    assert words(FastWeightsConfig.help(name)) in text
+
+
+@pytest.mark.parametrize(
+    ("text", "layers"), [("0", (0,)), ("0,2,5-7", (0, 2, 5, 6, 7)), (" 1 , 3-3", (1, 3)), ("4-5,0", (4, 5, 0))]
+)
+def test_layers_are_numbers_and_ranges(text: str, layers: tuple[int, ...]) -> None:
+    assert parse_layers(text) == layers
+
+
+@pytest.mark.parametrize("text", ["", "a", "1,", "3-1", "-1", "1-", "0;1", "0,2-1"])
+def test_what_is_not_a_list_of_layers(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"such as 0,2,5-7"):
+        parse_layers(text)
+
+
+def test_convert_saves_model_and_tokenizer_and_prints_info(tmp_path: Path) -> None:
+    source, target = save_model(tmp_path / "base"), tmp_path / "some" / "where"
+    printed = succeed("convert", source, "-o", target, "--m", 8).stdout
+    assert isinstance(load(target), FastWeightsMixin)
+    assert settings_of(target) == FastWeightsConfig(m=8)
+    assert load_tokenizer(target).get_vocab() == tokenizer().get_vocab()
+    assert printed == succeed("info", target).stdout
+
+
+def test_convert_is_the_function(tmp_path: Path) -> None:
+    succeed("convert", save_model(tmp_path / "base"), "-o", tmp_path / "out", "--m", 8, "--seed", 3)
+    expected = fastweights.convert(pretrained("gpt2"), FastWeightsConfig(m=8, seed=3)).state_dict()
+    found = load(tmp_path / "out").state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_every_option_reaches_the_settings(tmp_path: Path) -> None:
+    settings: dict[str, Any] = dict(
+        rule="gated",
+        m=6,
+        feature_map="elu",
+        normalize="attention",
+        gate_init="log",
+        projection_init="random",
+        window=5,
+        output_norm=True,
+        rotary="drop",
+        state_heads="kv",
+        layers=(1,),
+        train_length=77,
+        positions="clamp",
+        seed=9,
+    )
+    assert settings.keys() == {f.name for f in fields(FastWeightsConfig)}
+    flags: list[Any] = []
+    for name, value in settings.items():
+        typed = ["1"] if name == "layers" else [] if value is True else [value]
+        flags += [f"--{name.replace('_', '-')}", *typed]
+    succeed("convert", save_model(tmp_path / "base", "llama"), "-o", tmp_path / "out", *flags)
+    assert settings_of(tmp_path / "out") == FastWeightsConfig(**settings)
+
+
+def test_convert_in_another_dtype(tmp_path: Path) -> None:
+    succeed("convert", save_model(tmp_path / "base"), "-o", tmp_path / "out", "--m", 8, "--dtype", "bfloat16")
+    assert load(tmp_path / "out").dtype == torch.bfloat16
+
+
+def test_convert_without_a_tokenizer(tmp_path: Path) -> None:
+    succeed("convert", save_model(tmp_path / "base", with_tokenizer=False), "-o", tmp_path / "out", "--m", 8)
+    assert load_tokenizer(tmp_path / "out") is None
+
+
+def test_overwrite_replaces_the_folder(tmp_path: Path) -> None:
+    source, target = save_model(tmp_path / "base"), save_model(tmp_path / "out", rule="add", m=8)
+    (target / "old").touch()
+    succeed("convert", source, "-o", target, "--m", 8, "--overwrite")
+    assert settings_of(target) == FastWeightsConfig(m=8)
+    assert not (target / "old").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["base", "out"]
+
+
+def state_bytes(folder: Path) -> int:
+    with torch.no_grad():
+        return load(folder)(torch.tensor([[5]]), use_cache=True).past_key_values.nbytes
+
+
+def test_info_says_what_there_is(tmp_path: Path) -> None:
+    text = succeed("info", save_model(tmp_path, m=8, window=3)).stdout
+    for said in ("gpt2", "decay", "window", "2 of 2", "float32", "against the base model", "1,024", "8,192", "65,536"):
+        assert said in text
+    assert f"{state_bytes(tmp_path):,} bytes" in text
+
+
+def test_info_of_an_ordinary_model(tmp_path: Path) -> None:
+    assert "not converted" in succeed("info", save_model(tmp_path)).stdout
+
+
+def ids_of(text: str, begins: bool = True) -> torch.Tensor:
+    return tokenizer()(text, return_tensors="pt", add_special_tokens=begins).input_ids
+
+
+def continuation(model: Any, ids: torch.Tensor, count: int, **options: Any) -> torch.Tensor:
+    """The mask is given because transformers takes a token that looks like padding for padding."""
+    mask = torch.ones_like(ids)
+    return model.generate(ids, attention_mask=mask, max_new_tokens=count, do_sample=False, **options)[:, ids.shape[1] :]
+
+
+def printed(ids: torch.Tensor) -> str:
+    return tokenizer().decode(ids[0], skip_special_tokens=True)
+
+
+@pytest.fixture(params=MODELS.values(), ids=MODELS)
+def folder(request: Any, tmp_path: Path) -> Path:
+    family, settings = request.param
+    return save_model(tmp_path / "model", family, **settings)
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_generate_prints_what_the_model_generates(folder: Path, num_beams: int) -> None:
+    result = succeed("generate", folder, "--prompt", "Hello", "--max-new-tokens", 12, "--num-beams", num_beams)
+    expected = continuation(load(folder), ids_of("Hello"), 12, num_beams=num_beams)
+    assert result.stdout.removesuffix("\n") == printed(expected)
+    assert re.fullmatch(r"12 tokens, [\d.]+ tokens/s, state [\d,]+ bytes.*\n", result.stderr)
+
+
+def test_the_reported_state_is_the_described_one(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, m=8, window=3)
+    state = f"state {state_bytes(folder):,} bytes\n"
+    for count in (2, 30):
+        result = succeed("generate", folder, "--prompt", "Hi", "--max-new-tokens", count)
+        assert result.stderr.endswith(state)
+
+
+@pytest.mark.parametrize("first_beams", [1, 3])
+@pytest.mark.parametrize("second_beams", [1, 3])
+def test_a_saved_state_continues_the_text(folder: Path, tmp_path: Path, first_beams: int, second_beams: int) -> None:
+    model, saved = load(folder), tmp_path / "state"
+    first = ("generate", folder, "--prompt", "Hello", "--max-new-tokens", 10, "--save-state", saved)
+    succeed(*first, "--num-beams", first_beams)
+    ids = ids_of("Hello")
+    text = torch.cat([ids, continuation(model, ids, 10, num_beams=first_beams)], dim=1)
+    assert_same_state(FastWeightsCache.load(saved, model), model, text)
+
+    second = ("generate", folder, "--prompt", " more", "--max-new-tokens", 10, "--load-state", saved)
+    result = succeed(*second, "--num-beams", second_beams, "--save-state", tmp_path / "later")
+    text = torch.cat([text, ids_of(" more", begins=False)], dim=1)
+    expected = continuation(model, text, 10, num_beams=second_beams)
+    assert result.stdout.removesuffix("\n") == printed(expected)
+    text = torch.cat([text, expected], dim=1)
+    assert_same_state(FastWeightsCache.load(tmp_path / "later", model), model, text)
+
+
+def assert_same_state(found: FastWeightsCache, model: Any, text: torch.Tensor) -> None:
+    """The state that reading the whole text at once leaves, and the logits after one more token."""
+    whole, more = FastWeightsCache(model.config), torch.tensor([[7]])
+    with torch.no_grad():
+        model(text, past_key_values=whole)
+        assert found.seen == whole.seen == text.shape[1]
+        logits = [model(more, past_key_values=cache.fork()).logits for cache in (found, whole)]
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+def test_twenty_tokens_at_once_are_ten_and_ten(folder: Path, tmp_path: Path) -> None:
+    """The second call's prompt is the eleventh token, as if a user had typed it."""
+    whole = continuation(load(folder), ids_of("Hello"), 21)
+    succeed("generate", folder, "--prompt", "Hello", "--max-new-tokens", 10, "--save-state", tmp_path / "state")
+    typed = tokenizer().decode(whole[0, 10])
+    second = ("generate", folder, "--prompt", typed, "--max-new-tokens", 10, "--load-state", tmp_path / "state")
+    assert succeed(*second).stdout.removesuffix("\n") == printed(whole[:, 11:])
+
+
+def test_the_prompt_comes_from_standard_input(tmp_path: Path) -> None:
+    command = ("generate", save_model(tmp_path, m=8), "--max-new-tokens", 5, "--prompt")
+    assert succeed(*command, "-", stdin="Hello\n").stdout == succeed(*command, "Hello").stdout
+
+
+@pytest.mark.parametrize("options", [("--temperature", 2), ("--top-k", 5), ("--top-p", 0.9), ()])
+def test_sampling_is_repeated_by_its_seed(tmp_path: Path, options: tuple[Any, ...]) -> None:
+    command = ("generate", save_model(tmp_path, m=8), "--prompt", "Hello", "--max-new-tokens", 30, *options, "--seed")
+    first, again, other = (succeed(*command, seed).stdout for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_sampling_from_the_likeliest_token_is_greedy(tmp_path: Path) -> None:
+    command = ("generate", save_model(tmp_path, m=8), "--prompt", "Hello", "--max-new-tokens", 20)
+    assert succeed(*command, "--top-k", 1).stdout == succeed(*command).stdout
+
+
+def test_sampling_is_from_all_tokens_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' default of the 50 likeliest would cut the tail of the distribution. It is transformers that
+    generates where there are beams."""
+    given: dict[str, Any] = {}
+    real = FastWeightsMixin.generate
+
+    def spy(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given.update(kwargs)
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(FastWeightsMixin, "generate", spy)
+    folder = save_model(tmp_path, m=8)
+    succeed("generate", folder, "--prompt", "Hi", "--max-new-tokens", 2, "--temperature", 0.5, "--num-beams", 2)
+    assert (given["do_sample"], given["temperature"], given["top_k"], given["top_p"]) == (True, 0.5, 0, 1.0)
+
+
+@pytest.mark.parametrize("settings", [dict(m=8), dict(m=8, layers=(0,))], ids=["engine", "hybrid"])
+def test_repetition_can_be_penalized(tmp_path: Path, settings: dict[str, Any]) -> None:
+    folder = save_model(tmp_path, **settings)
+    result = succeed("generate", folder, "--prompt", "Hello", "--max-new-tokens", 12, "--repetition-penalty", 1.5)
+    expected = continuation(load(folder), ids_of("Hello"), 12, repetition_penalty=1.5)
+    assert result.stdout.removesuffix("\n") == printed(expected)
+
+
+def test_generate_in_another_dtype_and_device(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, m=8)
+    command = ("generate", folder, "--prompt", "Hello", "--max-new-tokens", 3, "--device", "cpu")
+    assert "3 tokens" in succeed(*command, "--dtype", "bfloat16").stderr
+
+
+def test_an_ordinary_model_generates_too(tmp_path: Path) -> None:
+    folder = save_model(tmp_path)
+    result = succeed("generate", folder, "--prompt", "Hello", "--max-new-tokens", 8)
+    assert result.stdout.removesuffix("\n") == printed(continuation(load(folder), ids_of("Hello"), 8))
+    assert "not converted" in result.stderr
+
+
+def test_without_arguments_there_is_help() -> None:
+    assert "Usage" in run().output

@@ -1,0 +1,164 @@
+"""The commands that measure and report, on tiny models."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.cli import error_of, run, save_model, succeed
+from helpers.sample_results import COST, svg_texts, write
+
+from fastweights.cli.options import check_output
+from fastweights.report import model_card
+
+TEXT = "A quick brown fox jumps over the lazy dog. Why\n" * 20
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    monkeypatch.chdir(tmp_path)
+    base = save_model(tmp_path / "base")
+    succeed("convert", base, "-o", "converted", "--m", 4)
+    Path("text.txt").write_text(TEXT)
+    return base, tmp_path / "converted"
+
+
+def test_eval_takes_a_window_that_all_models_have_positions_for(models: tuple[Path, Path]) -> None:
+    shown = succeed("eval", *models, "--data", "text.txt", "-o", "eval.json").stdout
+    result = json.loads(Path("eval.json").read_text())
+    assert result["settings"]["length"] == 96
+    assert [model["name"] for model in result["models"]] == ["base", "converted"]
+    for model in result["models"]:
+        assert f"{model['parameters']:,}" in shown
+    assert "96 tokens" in error_of("eval", *models, "--data", "text.txt", "--length", 97)
+
+
+def test_texts_of_one_name_are_told_apart(models: tuple[Path, Path]) -> None:
+    Path("other").mkdir()
+    Path("other/text.txt").write_text(TEXT[:200])
+    succeed("eval", models[1], "--data", "text.txt", "--data", "other/text.txt", "-o", "eval.json")
+    (model,) = json.loads(Path("eval.json").read_text())["models"]
+    assert [row["data"] for row in model["perplexity"]] == ["text.txt", "other/text.txt"]
+
+
+@pytest.mark.parametrize("command", [["eval", "--data", "text.txt"], ["profile"]])
+def test_where_the_result_cannot_go_is_said_first(models: tuple[Path, Path], command: list[str]) -> None:
+    for target in ("missing/out.json", "base"):
+        assert f"--output {target} cannot be written" in error_of(command[0], models[1], *command[1:], "-o", target)
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder in which no one can make a file")
+def test_a_folder_that_takes_no_file_is_found_before_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastweights.profiling.layer_cost.layer_cost", None)  # nothing is measured
+    error = error_of("profile", "--layer", "--lengths", "4", "-o", "/proc/x.json")
+    assert error.startswith("--output /proc/x.json cannot be written: no file can be made in /proc (")
+    assert error.endswith("choose another folder")
+
+
+def test_looking_whether_a_file_can_be_made_leaves_nothing(tmp_path: Path) -> None:
+    target = tmp_path / "cost.json"
+    check_output(target)
+    assert list(tmp_path.iterdir()) == []
+    target.write_text("mine")
+    written = target.stat().st_mtime_ns
+    check_output(target)
+    assert list(tmp_path.iterdir()) == [target]
+    assert (target.read_text(), target.stat().st_mtime_ns) == ("mine", written)
+
+
+def test_profile_adds_the_base_of_a_converted_model(models: tuple[Path, Path]) -> None:
+    shown = succeed("profile", models[1], "--lengths", "4,8", "-o", "cost.json").stdout
+    assert all(shown.count(f" {column}") == 2 for column in ("time", "memory", "peak"))
+    entries = json.loads(Path("cost.json").read_text())["models"]
+    assert [(entry["name"], entry["converted"]) for entry in entries] == [("base", False), ("converted", True)]
+    (models[0] / "config.json").unlink()
+    assert "measured without it" in succeed("profile", models[1], "--lengths", "4,8").stderr
+
+
+def test_profile_alone_measures_the_packaged_model_and_the_layer(tmp_path: Path) -> None:
+    said = succeed("profile", "--lengths", "4,8", "--batch", 2, "-o", tmp_path / "cost.json").stderr
+    assert "on cpu: one layer, batch 2, heads 1, d = m = 64, after 4, 8 tokens" in said
+    assert "on cpu: packaged, decay, batch 2, after 4, 8 tokens" in said
+    result = json.loads((tmp_path / "cost.json").read_text())
+    assert [m["name"] for m in result["models"]] == ["packaged", "decay"]
+    assert [m["name"] for m in result["layer"]["models"]] == ["attention", "decay", "delta"]
+    assert result["batch"] == result["layer"]["batch"] == 2
+    shown = svg_texts(tmp_path / "cost.svg")
+    assert {"packaged", "decay", "attention", "delta", "Time of one token"} <= set(shown)
+
+
+@pytest.fixture
+def layer_result(tmp_path: Path) -> Path:
+    succeed("profile", "--layer", "--lengths", "4,8", "--batch", 2, "--heads", 3, "-o", tmp_path / "layer.json")
+    return tmp_path / "layer.json"
+
+
+def test_profile_of_the_layer_alone(layer_result: Path) -> None:
+    result = json.loads(layer_result.read_text())
+    assert (result["level"], result["batch"], result["heads"]) == ("layer", 2, 3) and result["commit"]
+    assert [m["name"] for m in result["models"]] == ["attention", "decay", "delta"]
+
+
+def test_profile_draws_again(layer_result: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = {suffix: layer_result.with_suffix(suffix).read_bytes() for suffix in (".png", ".svg")}
+    monkeypatch.setattr("fastweights.profiling.layer_cost.layer_cost", None)  # nothing is measured
+    shown = succeed("profile", "--from", layer_result, "-o", tmp_path / "again.svg")
+    assert all(f"{name}:" in shown.stdout for name in ("attention", "decay", "delta"))
+    assert all((tmp_path / f"again{suffix}").read_bytes() == content for suffix, content in drawn.items())
+    layer_result.with_suffix(".svg").unlink()
+    assert f"{layer_result.with_suffix('.svg')}" in succeed("profile", "--from", layer_result).stderr
+    assert layer_result.with_suffix(".svg").read_bytes() == drawn[".svg"]
+
+
+def test_profile_says_what_it_cannot_do(layer_result: Path, tmp_path: Path, models: tuple[Path, Path]) -> None:
+    def error(*arguments: object) -> str:
+        return error_of("profile", *arguments)
+
+    assert error("--from", layer_result, models[0], "--layer") == (
+        "--from draws a result again: give it without MODEL, --layer"
+    )
+    (tmp_path / "eval.json").write_text('{"kind": "evaluation"}')
+    assert "eval.json is a result of evaluation: give one that fastweights profile" in error("--from", "eval.json")
+    assert "no result file at no.json" in error("--from", "no.json")
+    assert error(models[0], "--layer") == "--layer is for the layer, and base is a model: give only one of them"
+    assert error(models[0], "--heads", 2).startswith("--heads is for the layer")
+    assert "--output a.svg is for numbers: give a JSON file, such as a.json" in error("-o", "a.svg")
+    assert "--lengths must be at least one text length" in run("profile", "--layer", "--lengths", "0").stderr
+    (tmp_path / "empty.json").write_text('{"kind": "cost"}')
+    assert "nothing to draw: empty.json has no point" in run("profile", "--from", "empty.json").stderr
+
+
+def test_profile_without_matplotlib_keeps_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    target = tmp_path / "layer.json"
+    said = succeed("profile", "--layer", "--lengths", "4", "--batch", 2, "-o", target).stderr
+    assert f"pip install 'fastweights[plot]', then fastweights profile --from {target}" in said
+    assert [p.name for p in tmp_path.iterdir()] == ["layer.json"]
+    assert "pip install 'fastweights[plot]'" in run("profile", "--from", target).stderr
+
+
+def test_a_card_of_a_run_has_the_name_of_the_run(models: tuple[Path, Path]) -> None:
+    Path("smol").mkdir()
+    Path("smol/best").symlink_to(models[1])
+    card = model_card([], "smol/best")
+    assert "\n# smol\n" in card and 'from_pretrained("smol")' in card
+
+
+def test_lengths_are_numbers(models: tuple[Path, Path]) -> None:
+    assert (
+        error_of("profile", models[1], "--lengths", "4,x") == "--lengths takes whole numbers such as 0,480, found '4,x'"
+    )
+
+
+def test_report_fills_pages(tmp_path: Path) -> None:
+    write(tmp_path, {"cost": COST})
+    page = tmp_path / "page.md"
+    page.write_text("<!-- results: cost.json -->\n<!-- report: cost -->\n<!-- end -->\n")
+    stale = run("report", "--fill", page, "--check")
+    assert stale.exit_code == 1 and stale.stdout == f"{page}: not up to date\n" and "|" not in page.read_text()
+    assert succeed("report", "--fill", page).stdout == f"{page}: filled\n"
+    assert succeed("report", "--fill", page, "--check").stdout == succeed("report", "--fill", page).stdout == ""
+    assert "--check goes with --fill" in error_of("report", tmp_path / "cost.json", "--check")
+    assert "give it without --output" in error_of("report", "--fill", page, "-o", tmp_path / "report")

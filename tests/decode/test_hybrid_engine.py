@@ -1,0 +1,178 @@
+"""The decode engine for models some of whose layers are still attention: the tokens of model.generate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from helpers.engine import LENGTHS, converted, greedy, texts
+from helpers.relative_error import assert_close
+from helpers.tiny import CONFIGS, config_of, pretrained, tokens
+
+import fastweights as fw
+from fastweights.config import ConfigError
+from fastweights.decode.engine import continue_text, prefill
+from fastweights.decode.model import DecodeModel
+from fastweights.modeling.cache import StateError
+
+SETTINGS = [dict(m=6, layers=(0,)), dict(rule="delta", m=6, window=3, layers=(1,)), dict(rule="local", layers=(1,))]
+
+
+def logits_by_steps(engine: fw.Engine, model: Any, text: torch.Tensor, new: torch.Tensor, slot: int) -> Any:
+    """The engine's and the model's logits after each new token."""
+    with torch.no_grad():
+        engine.decoder.fill(slot, prefill(model, text)[1])
+        for token in new:
+            engine.decoder.tokens[slot] = token
+            text = torch.cat([text, token[None]])
+            yield engine.decoder.step()[slot], model(text[None]).logits[0, -1]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_greedy_tokens_and_logits_are_the_models(family: str, settings: dict[str, Any]) -> None:
+    """Three texts of different lengths in two slots; the longest one needs all the room there is."""
+    model, prompts = converted(family, **settings), texts(*LENGTHS)
+    engine = fw.Engine(model, batch_size=2, piece=5, max_length=max(LENGTHS) + 6)
+    assert isinstance(engine.decoder, DecodeModel)
+    assert engine.generate(prompts, 7) == [greedy(model, prompt, 7) for prompt in prompts]
+    for found, expected in logits_by_steps(engine, model, prompts[1], tokens(6, seed=99), slot=1):
+        assert_close("logits", found, expected, 1e-5)
+
+
+@pytest.mark.parametrize("length", [3, 30])
+def test_a_layer_with_a_sliding_window_keeps_to_it(length: int) -> None:
+    torch.manual_seed(0)
+    base = transformers.MistralForCausalLM(config_of("mistral", sliding_window=5)).eval()
+    model = fw.convert(base, fw.FastWeightsConfig(m=6, layers=(0,)))
+    engine = fw.Engine(model, max_length=50)
+    assert list(engine.decoder.windows) == [(5, 2)]
+    for found, expected in logits_by_steps(engine, model, tokens(length), tokens(12, seed=9), slot=0):
+        assert_close("logits", found, expected, 1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 3e-2), (torch.float64, 1e-6)])
+def test_other_dtypes(dtype: torch.dtype, tolerance: float) -> None:
+    for family in ("qwen3", "gpt2"):
+        model = converted(family, m=6, layers=(0,)).to(dtype)
+        engine = fw.Engine(model, max_length=10)
+        for found, expected in logits_by_steps(engine, model, tokens(6), tokens(2, seed=9), slot=0):
+            assert_close("logits", found, expected, tolerance)
+
+
+def test_texts_go_on_from_states() -> None:
+    model, (first, more) = converted(m=6, layers=(1,)), texts(7, 5)
+    engine = fw.Engine(model, max_length=20)
+    whole = engine.generate([torch.cat([first, more])], 6)[0]
+    _, state = prefill(model, first)
+    assert engine.generate([more], 6, states=[state]) == [whole]
+    assert int(state.lengths[0]) == 12
+
+
+def test_the_room_is_said_and_kept_to() -> None:
+    model = converted(m=4, layers=(0,))
+    with pytest.raises(ConfigError, match=r"layers 1 are still attention.*max_length.*or use model\.generate"):
+        fw.Engine(model)
+    with pytest.raises(ConfigError, match="max_length must be at least 1, found 0"):
+        fw.Engine(model, max_length=0)
+    for wrong in (10.0, True, "10"):
+        with pytest.raises(ConfigError, match=f"max_length must be a whole number, found {wrong!r}"):
+            fw.Engine(model, max_length=wrong)
+    engine = fw.Engine(model, max_length=10)
+    assert len(engine.generate(texts(7), 4, stop_tokens=())[0]) == 4
+    with pytest.raises(ConfigError, match=r"prompts\[0\] may come to 11 tokens, and max_length is 10"):
+        engine.generate(texts(7), 5)
+    assert fw.Engine(converted(m=4), max_length=1).generate(texts(7), 5), "a state has no end"
+
+
+def test_attention_of_other_parts_is_left_to_transformers() -> None:
+    """An adapter on a projection would be forgotten."""
+    model = converted(m=4, layers=(0,))
+    kept = model.model.layers[1].self_attn
+
+    class Adapter(torch.nn.Module):
+        def __init__(self, inner: torch.nn.Linear) -> None:
+            super().__init__()
+            self.inner, self.weight = inner, inner.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * self.inner(x)
+
+    kept.v_proj = Adapter(kept.v_proj)
+    check_left_to_transformers(model)
+
+
+class Quantized(torch.nn.Module):
+    """Its numbers are no parameters."""
+
+    def __init__(self, inner: torch.nn.Linear) -> None:
+        super().__init__()
+        self.register_buffer("numbers", inner.weight.detach())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.numbers.T
+
+
+def test_quantized_attention_is_left_to_transformers() -> None:
+    model = converted(m=4, layers=(0,))
+    kept = model.model.layers[1].self_attn
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        setattr(kept, name, Quantized(getattr(kept, name)))
+    check_left_to_transformers(model)
+
+
+def check_left_to_transformers(model: Any) -> None:
+    with pytest.raises(ConfigError, match="layers 1 are still attention, and the model is not of parts the engine kno"):
+        fw.Engine(model, max_length=20)
+    prompt = tokens(5)
+    found, _ = continue_text(model, prompt[None], fw.FastWeightsCache(model.config), fw.Sampling(), 6)
+    assert found[0, 5:].tolist() == greedy(model, prompt, 6)
+
+
+def test_the_command_makes_no_room_that_is_hardly_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompt, engines, kept = converted(m=4, layers=(0,)), tokens(5), [], []
+    real = fw.Engine
+    monkeypatch.setattr("fastweights.decode.engine.Engine", lambda *a, **k: engines.append(k) or real(*a, **k))
+    for most in (6, 5):
+        monkeypatch.setattr("fastweights.decode.engine.MOST_ROOM", most)
+        found, cache = continue_text(model, prompt[None], fw.FastWeightsCache(model.config), fw.Sampling(), 6)
+        assert found[0, 5:].tolist() == greedy(model, prompt, 6)
+        kept.append((int(cache.seen), cache.attention_nbytes))
+    assert engines == [{"max_length": 11}]
+    assert kept[0] == kept[1], "the cache has seen the text but for its last token either way"
+
+
+def test_a_state_that_has_seen_padding_is_refused() -> None:
+    """The layers that are attention would attend to it."""
+    model = converted(m=4, layers=(0,))
+    ids, mask = tokens(1, 6), torch.tensor([[0, 0, 1, 1, 1, 1]])
+    with torch.no_grad():
+        state = model(ids, attention_mask=mask, use_cache=True).past_key_values
+    with pytest.raises(StateError, match="has seen padding and has attention layers"):
+        fw.Engine(model, max_length=30).generate([tokens(3)], 4, states=[state])
+
+
+def test_an_engine_draws_no_random_numbers() -> None:
+    model, state = converted(m=4, layers=(0,)), torch.get_rng_state()
+    fw.Engine(model, max_length=9)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_model_itself_is_untouched() -> None:
+    model = converted(m=6, layers=(0,))
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    fw.Engine(model, max_length=9).generate(texts(4), 3)
+    assert type(model.model.layers[1].self_attn) is type(pretrained("llama").model.layers[1].self_attn)
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_hybrid_in_a_graph() -> None:
+    model, prompts = converted(**SETTINGS[1]).cuda(), texts(*LENGTHS)
+    engine = fw.Engine(model, batch_size=2, max_length=30)
+    assert engine.graphs is not None
+    assert engine.generate(prompts, 7) == [greedy(model, prompt, 7) for prompt in prompts]

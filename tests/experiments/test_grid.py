@@ -1,0 +1,125 @@
+"""Grids as files: what they say, and every mistake with the file, the run and the setting."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from fastweights.experiments.grid import GridError, choose, load_grid, with_changes
+from fastweights.training.recipe import load_recipe
+
+BASE = "recipe: paper\nruns:\n"
+BAD = {
+    "": "grid.yaml is empty: a grid names a `recipe` and `runs`",
+    "- 1": "grid.yaml must hold settings, `name: value`, found list",
+    "a: [": "grid.yaml is not YAML: ",
+    "runs: {a: {}}": "grid.yaml: recipe must be a shipped recipe's name or a YAML file, found None",
+    "recipe: nonsense\nruns: {a: {}}": "grid.yaml: recipe nonsense: no such recipe; shipped are distill, ",
+    "recipe: no.yaml\nruns: {a: {}}": "no.yaml: no such recipe",
+    "recipe: paper": "grid.yaml: it has no runs: name them under `runs:`",
+    "recipe: paper\nrun: {}": "grid.yaml: unknown setting run; known are recipe, set, defaults, runs",
+    "recipe: paper\nruns: [a]": "grid.yaml: runs must hold settings, `name: value`, found ['a']",
+    "recipe: paper\nset: {batch: 3}\nruns: {a: {}}": "grid.yaml: set: unknown setting batch; known are stages, ",
+    "recipe: paper\nset: {seed: 3}\nruns: {a: {}}": "grid.yaml: set: seed: give `seeds: [0, 1]` to a run",
+    "recipe: paper\nset: {distill.tokens: 3}\nruns: {a: {}}": "set: distill.tokens=3: the recipe has no stage distill",
+    "recipe: paper\ndefaults: {k: 3}\nruns: {a: {}}": "grid.yaml: defaults: unknown setting k; known are rule, m, ",
+    BASE + "  a: {ruel: decay}": "grid.yaml: run a: unknown setting ruel; known are rule, m, feature_map, ",
+    BASE + "  a: {seed: 1}": "grid.yaml: run a: seed: give `seeds: [0, 1]` to a run",
+    BASE + "  a: 3": "grid.yaml: run a: it must hold settings, `name: value`, found 3",
+    BASE + "  a: {rule: hebb}": "grid.yaml: run a: rule='hebb' is not known; choose one of decay, gated",
+    BASE + "  a: {m: 0}": "grid.yaml: run a: m must be a whole number of at least 1, found 0",
+    BASE + "  a: {rule: decay, normalize: sum}": "run a: rule='decay', m=32, feature_map='none', normalize='sum'",
+    BASE + "  a: {rule: add}\n  a: {rule: delta}": "grid.yaml, line 4: a stands there for the second time",
+    BASE + "  a: {rule: add, seeds: [0, 1]}\n  a_seed1: {rule: add}": "run a_seed1: two runs have this name",
+    BASE + "  a/b: {}": "grid.yaml: run a/b: its name must be a folder's: letters, digits",
+    BASE + "  3: {}": "grid.yaml: run 3: its name must be a folder's",
+    BASE + "  a: {seeds: 3}": "run a: seeds must be a list of different whole numbers up to 2147483648, found 3",
+    BASE + "  a: {seeds: [1, 1]}": "run a: seeds must be a list of different whole numbers up to 2147483648",
+    BASE + "  a: {seeds: [-1]}": "found [-1]",
+    BASE + "  a: {set: {finetune.tokens: x}}": "run a: set: finetune.tokens must be a whole number, found 'x'",
+    BASE + "  a: {set: {batch_tokens: 5}}": "run a: set: batch_tokens must be a multiple of the sequence length",
+    BASE + "  a: {cell: 3}": "run a: cell must hold settings, `name: value`, found 3",
+    BASE + "  a: {cell: {row: x}}": "run a: cell: it must say its table",
+    BASE + "  a: {cell: {table: x, row: x, value: 3}}": "run a: cell: unknown setting value; known are table, row, ",
+    BASE + "  a: {cell: {table: x, row: x, paper: bad}}": "cell: paper must be a number, diverged or N/A, found 'bad'",
+    BASE + "  a: {cell: {table: x, row: [x]}}": "cell: row must be text, found ['x']",
+    "recipe: distill\nruns: {a: {}}": "run a: without settings it is the base itself, which only finetune can train",
+}
+
+
+@pytest.mark.parametrize("text", BAD, ids=lambda text: text.replace("\n", " ") or "empty")
+def test_what_is_no_grid(tmp_path: Path, text: str) -> None:
+    (tmp_path / "grid.yaml").write_text(text)
+    with pytest.raises(GridError) as found:
+        load_grid(tmp_path / "grid.yaml")
+    assert BAD[text] in str(found.value) and str(found.value).startswith(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["paper", "paper_longer", "smollm2"])
+def test_shipped_grids_are_defined(name: str) -> None:
+    variants = load_grid(name)
+    assert variants and all(variant.cell for variant in variants)
+
+
+def test_the_shipped_grid_is_the_papers_tables() -> None:
+    variants = load_grid("paper")
+    assert len({variant.name for variant in variants}) == len(variants) == 22
+    cells = [(variant, variant.cell) for variant in variants if variant.cell]
+    first = {(cell["row"], cell["column"]): cell["paper"] for _, cell in cells if cell["table"] == "Table 1"}
+    columns = ("baseline", "no normalisation", "no map, no normalisation")
+    assert [[first.get((rule, column)) for column in columns] for rule in ("add", "delta", "gated", "decay")] == [
+        [22.6, "diverged", 20.0],
+        [21.6, 20.1, "diverged"],
+        ["diverged", 19.7, 17.1],
+        [None, 18.8, 17.1],
+    ]
+    assert first["add", "normalisation, no map"] == "diverged" and len(first) == 12
+    second = {variant.name: cell.get("paper") for variant, cell in cells if cell["table"] == "Table 2"}
+    assert second == {
+        "base": 14.5,
+        "local_32": 19.4,
+        "gated_16": 16.8,
+        "gated_32_seed0": 16.4,
+        "gated_32_seed1": 16.4,
+        "gated_64": None,
+        "decay_16": 16.1,
+        "decay_32_seed0": 14.6,
+        "decay_32_seed1": 14.6,
+        "decay_64": None,
+    }
+    for variant, cell in cells:
+        if variant.config is None:
+            assert variant.name == "base"
+        elif cell["table"] == "Table 1":
+            assert variant.config.m == 4 and variant.config.rule == cell["row"]
+        else:
+            assert (variant.config.feature_map, variant.config.normalize) == ("none", "none")
+        assert variant.tokens == 40_009_728 and variant.recipe.compile
+    assert {variant.name for variant in choose(variants, ["decay_32"])} == {"decay_32_seed0", "decay_32_seed1"}
+
+
+def test_changes_come_in_order(tmp_path: Path) -> None:
+    """The recipe, the grid's, the run's, the command line's."""
+    (tmp_path / "grid.yaml").write_text(
+        textwrap.dedent("""
+        recipe: paper
+        set: {finetune.learning_rate: 1e-3, finetune.clip: 2, batch_tokens: 2_048}
+        runs:
+          a: {m: 8, set: {finetune.learning_rate: 2e-3, finetune.clip: 3}}
+          b: {}
+        """)
+    )
+    a, b = with_changes(load_grid(tmp_path / "grid.yaml"), {"finetune.clip": 4})
+    stages = [variant.recipe.stages[0] for variant in (a, b)]
+    assert [(stage.learning_rate, stage.clip) for stage in stages] == [(2e-3, 4), (1e-3, 4)]
+    assert a.recipe.batch_tokens == 2048 and stages[0].weight_decay == load_recipe("paper").stages[0].weight_decay
+    assert a.config is not None and a.config.m == 8 and b.config is None
+
+
+def test_grids_are_no_recipes() -> None:
+    with pytest.raises(ValueError, match=re.escape("shipped are distill")) as found:
+        load_recipe("nothing")
+    assert "grids" not in str(found.value)

@@ -1,0 +1,407 @@
+"""A grid of runs as processes: what they leave, what goes on after a kill, what is refused before anything starts."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import yaml
+from helpers.cli import error_of, run, succeed
+from helpers.training import (
+    FINETUNE,
+    PROCESSES,
+    STEP,
+    Files,
+    Program,
+    lines_in,
+    log_of,
+    make_recipe,
+    make_train_config,
+    save_converted,
+    train_in,
+    training_files,
+    wait_until,
+)
+from rich.console import Console
+
+from fastweights.evaluation.perplexity import perplexity
+from fastweights.experiments import job
+from fastweights.experiments import runner as compare
+from fastweights.experiments.runner import last_logged
+from fastweights.loading import load, load_tokenizer
+from fastweights.training import checkpoint
+
+LONG = 30
+PAPER_CELL = {"table": "Table 1", "row": "decay", "column": "baseline", "paper": 18.8}
+WILD = {"finetune.learning_rate": 0.3, "finetune.warmup": 0, "finetune.tokens": 50 * STEP}
+RUNS: dict[str, Any] = {
+    "base": None,
+    "decay": {"rule": "decay", "gate_init": "log", "cell": PAPER_CELL},
+    "wild": {"rule": "add", "set": {"finetune.learning_rate": 1e6}},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_processes() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compare, "PROCESSES", PROCESSES)
+        yield
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Files]:
+    with training_files(tmp_path_factory.mktemp("compare")) as made:
+        yield made
+
+
+def write_grid(folder: Path, runs: dict[str, Any], recipe: Any = None, **more: Any) -> Path:
+    """A grid, with its recipe beside it."""
+    folder.mkdir(exist_ok=True)
+    (folder / "recipe.yaml").write_text(yaml.safe_dump((recipe or make_recipe(FINETUNE)).to_dict()))
+    grid = {"recipe": "recipe.yaml", "defaults": {"m": 4}, "runs": runs} | more
+    (folder / "grid.yaml").write_text(yaml.safe_dump(grid, sort_keys=False))
+    return folder / "grid.yaml"
+
+
+def typed(files: Files, grid: Any, output: Path, *more: Any) -> tuple[Any, ...]:
+    texts = ("--data", files.data, "--validation", files.validation)
+    return ("compare", grid, "--model", files.base, *texts, "-o", output, "--device", "cpu", *more)
+
+
+def result_of(output: Path, name: str) -> dict[str, Any]:
+    return json.loads((output / "results" / f"{name}.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def compared(files: Files) -> tuple[Any, ...]:
+    """The command of a finished comparison, and what it printed."""
+    folder = files.folder / "compared"
+    command = typed(files, write_grid(folder, RUNS), folder, "--test", files.validation, "--jobs", 2)
+    return command, succeed(*command)
+
+
+@pytest.fixture(scope="module")
+def alone(files: Files) -> Path:
+    """The run `decay`, as convert and train make it."""
+    swapped = save_converted(files.folder / "swapped", files.base, gate_init="log")
+    train_in(files.folder / "alone", make_train_config(files, make_recipe(FINETUNE), model=str(swapped)))
+    return files.folder / "alone"
+
+
+def test_every_run_has_a_result(files: Files, compared: tuple[Any, ...]) -> None:
+    output = files.folder / "compared"
+    assert sorted(path.stem for path in (output / "results").iterdir()) == sorted(RUNS)
+    for name in RUNS:
+        result = result_of(output, name)
+        assert result["kind"] == "training" and result["name"] == result["run"] == name
+        assert result["commit"] and result["versions"] and result["seed"] == 0
+    base, decay, wild = (result_of(output, name) for name in RUNS)
+    assert base["model"]["settings"] is None and base["cell"] is None and base["finished"]
+    assert decay["model"]["settings"]["rule"] == "decay" and decay["model"]["settings"]["m"] == 4
+    assert decay["cell"] == PAPER_CELL
+    assert wild["recipe"]["stages"][0]["learning_rate"] == 1e6
+    assert wild["diverged"]["step"] < 6 and not wild["finished"] and wild["tests"] == []
+
+
+def test_a_run_is_what_convert_train_and_eval_make(files: Files, compared: tuple[Any, ...], alone: Path) -> None:
+    output = files.folder / "compared"
+    assert log_of(output / "runs/decay/training") == log_of(alone)
+    result, expected = result_of(output, "decay"), json.loads((alone / "result.json").read_text())
+    assert {name: result[name] for name in ("validation", "best", "curve", "recipe")} == {
+        name: expected[name] for name in ("validation", "best", "curve", "recipe")
+    }
+    best = alone / "best"
+    text = files.validation.read_text().replace("\n<|endoftext|>\n", "\n\n")
+    measured = perplexity(load(best), load_tokenizer(best), text, length=32, progress=False)
+    assert result["tests"] == [{"data": "validation.txt"} | measured.to_dict()]
+
+
+def test_tests_are_read_in_the_precision_of_the_recipe(files: Files, tmp_path: Path) -> None:
+    recipe = make_recipe((FINETUNE[0] | {"tokens": STEP},), precision="bfloat16")
+    grid = write_grid(tmp_path, {"one": {"rule": "decay"}}, recipe)
+    succeed(*typed(files, grid, tmp_path, "--test", files.validation, "--keep"))
+    best, text = tmp_path / "runs/one/training/best", files.validation.read_text().replace("\n<|endoftext|>\n", "\n\n")
+    found = []
+    for arithmetic in (torch.autocast("cpu", torch.bfloat16), nullcontext()):
+        with arithmetic:
+            found.append(perplexity(load(best), load_tokenizer(best), text, length=32, progress=False).to_dict())
+    assert found[0]["token"] != found[1]["token"]
+    assert result_of(tmp_path, "one")["tests"] == [{"data": "validation.txt"} | found[0]]
+
+
+def test_models_of_finished_runs_are_deleted(files: Files, compared: tuple[Any, ...]) -> None:
+    for name in RUNS:
+        folder = files.folder / "compared" / "runs" / name
+        assert sorted(os.listdir(folder)) == ["begun.json", "log.txt", "process", "training"]
+        assert os.listdir(folder / "training") == ["log.jsonl"]
+        assert "begins" in (folder / "log.txt").read_text()
+
+
+def test_what_is_shown(compared: tuple[Any, ...], files: Files) -> None:
+    shown = compared[1]
+    header, *rows = [line.split() for line in shown.stdout.splitlines()]
+    assert header == ["run", "tokens", "validation", "validation.txt", "diverged"]
+    assert [row[0] for row in rows] == list(RUNS)
+    best = result_of(files.folder / "compared", "decay")
+    numbers = [f"{best['best']['perplexity']:,.2f}", f"{best['tests'][0]['token']:,.2f}"]
+    assert rows[1] == ["decay", f"{6 * STEP}", *numbers] and rows[2][2:4] == ["–", "–"] and "step" in rows[2]
+    assert "base: started" in shown.stderr and "wild: diverged after" in shown.stderr
+    assert f"decay: done after {6 * STEP} tokens, validation perplexity {numbers[0]}" in shown.stderr
+
+
+def test_a_second_call_only_shows_the_table_and_where_runs_stand_now(files: Files, compared: tuple[Any, ...]) -> None:
+    command, shown = compared
+    results = sorted((files.folder / "compared" / "results").iterdir())
+    before = [path.read_bytes() for path in results]
+    again = succeed(*command)
+    assert again.stdout == shown.stdout and again.stderr == "3 of 3 runs are done already\n"
+    assert [path.read_bytes() for path in results] == before
+    moved = RUNS | {"decay": RUNS["decay"] | {"cell": PAPER_CELL | {"row": "ours"}}}
+    succeed(command[0], write_grid(files.folder / "moved", moved), *command[2:])
+    assert result_of(files.folder / "compared", "decay")["cell"]["row"] == "ours"
+    succeed(*command)
+
+
+def test_changed_settings_are_refused(files: Files, compared: tuple[Any, ...], tmp_path: Path) -> None:
+    command = list(compared[0])
+    output = files.folder / "compared"
+    command[1] = write_grid(tmp_path, RUNS | {"decay": {"rule": "decay", "m": 8, "gate_init": "log"}})
+    said = error_of(*command)
+    assert "run decay was begun with other settings: settings.m is 8 and was 4; put them back" in said
+    assert f"or delete {output / 'runs/decay'} and {output / 'results/decay.json'} to begin it anew" in said
+    command = [*compared[0], "--set", "finetune.tokens=256", "--only", "base"]
+    assert "run base was begun with other settings: recipe.stages.0.tokens is 256 and was 768;" in error_of(*command)
+    other = files.folder / "other.txt"
+    other.write_text(files.data.read_text())
+    command = [other if part == files.data else part for part in compared[0]]
+    assert f"data is '{other}' and was '{files.data}'" in error_of(*command)
+    command = list(compared[0])
+    command[1] = write_grid(tmp_path, RUNS | {"base": {"rule": "delta"}})
+    said = error_of(*command)
+    assert "settings.rule is 'delta' and was None, settings.m is 4 and was None" in said and " more; put them" in said
+
+
+def test_a_result_alone_says_what_a_run_was(files: Files, compared: tuple[Any, ...], tmp_path: Path) -> None:
+    """As when only the results were copied from another machine."""
+    (tmp_path / "results").mkdir()
+    for name in RUNS:
+        (tmp_path / f"results/{name}.json").write_text(json.dumps(result_of(files.folder / "compared", name)))
+    command = [tmp_path if part == files.folder / "compared" else part for part in compared[0]]
+    assert succeed(*command).stdout == compared[1].stdout
+    assert "recipe.lora is 2 and was 0" in error_of(*command, "--only", "decay", "--set", "lora=2")
+
+
+def test_a_damaged_result_is_named(files: Files, compared: tuple[Any, ...], tmp_path: Path) -> None:
+    broken = tmp_path / "out/results/decay.json"
+    broken.parent.mkdir(parents=True)
+    broken.write_text((files.folder / "compared/results/decay.json").read_text()[:-100])
+    message = error_of(*typed(files, write_grid(tmp_path, RUNS), tmp_path / "out"))
+    assert message.startswith(f"{broken} cannot be read: ") and message.endswith(
+        "; delete it, and the run is done again"
+    )
+
+
+def test_a_run_goes_on_with_the_memory_there_is_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def go_on(folder: Path, **options: Any) -> None:
+        shares.append(options["memory_share"])
+        (folder / checkpoint.RESULT).write_text("{}")
+
+    shares: list[float] = []
+    (tmp_path / checkpoint.RUN).write_text("{}")
+    monkeypatch.setattr(job, "_goes_on", lambda _: True)
+    monkeypatch.setattr(job, "resume", go_on)
+    assert job._train(SimpleNamespace(training=tmp_path), 0.25) == {} and shares == [0.25]
+
+
+def test_a_second_sigterm_ends_nothing() -> None:
+    """A process group and its parent may both be sent one."""
+    runner = compare._Runner([], 1, Console(file=io.StringIO()))
+    with runner._signals():
+        for _ in range(2):
+            signal.raise_signal(signal.SIGTERM)
+    assert runner.outcome.stop_signal == signal.SIGTERM
+
+
+def test_seeds_are_runs_and_some_can_be_chosen(files: Files, tmp_path: Path) -> None:
+    """One that diverges after a checkpoint is tested with it; models stay where they are wanted."""
+    runs = {
+        "other": {"rule": "delta"},
+        "two": {"rule": "gated", "seeds": [0, 3]},
+        "late": {"rule": "decay", "set": WILD | {"diverged_above": 0.5, "diverged_for": 5}},
+    }
+    command = typed(files, write_grid(tmp_path, runs), tmp_path, "--only", "two,late", "--jobs", 3, "--keep")
+    succeed(*command, "--test", files.validation)
+    results = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "results").iterdir()}
+    assert results.keys() == {"two_seed0", "two_seed3", "late"}
+    third = results["two_seed3"]
+    assert third["seed"] == third["recipe"]["seed"] == third["model"]["settings"]["seed"] == 3
+    assert third["validation"] != results["two_seed0"]["validation"]
+    assert "for 5 steps" in results["late"]["diverged"]["reason"] and results["late"]["tests"][0]["token"] > 1
+    for name in results:
+        assert (tmp_path / "runs" / name / "training/best/model.safetensors").is_file()
+        assert (tmp_path / "runs" / name / "swapped/model.safetensors").is_file()
+
+
+def test_a_failed_run_is_named_and_the_others_finish(files: Files, tmp_path: Path) -> None:
+    runs = {"large": {"rule": "decay", "set": {"batch_tokens": 2**20}}, "fine": {"rule": "decay"}}
+    short = make_recipe((FINETUNE[0] | {"tokens": STEP},))
+    command = typed(files, write_grid(tmp_path, runs, short), tmp_path)
+    found = run(*command)
+    log = tmp_path / "runs/large/log.txt"
+    assert found.exit_code == 1 and [path.stem for path in (tmp_path / "results").iterdir()] == ["fine"]
+    assert found.stderr.splitlines()[-1].startswith("error: 1 of 2 runs failed, the same command tries again: large: ")
+    assert "tokens are no batch of 32,768 rows of 32 tokens" in found.stderr and f"(see {log})" in found.stderr
+    assert "Traceback" in log.read_text() and "fine" in found.stdout and "large" not in found.stdout
+    write_grid(tmp_path, {"large": {"rule": "decay"}, "fine": {"rule": "decay"}}, short)
+    assert "1 of 2 runs are done already" in succeed(*command).stderr
+
+
+def kill_itself(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_that_is_killed_has_failed(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "work", kill_itself)
+    found = run(*typed(files, write_grid(tmp_path, {"one": {"rule": "decay"}}), tmp_path))
+    assert found.exit_code == 1 and "one: ended by SIGKILL" in found.stderr
+
+
+def processes_of(output: Path) -> dict[str, int]:
+    return {path.parent.name: int(path.read_text() or 0) for path in output.glob("runs/*/process")}
+
+
+def kill_all(program: Program, output: Path) -> None:
+    for pid in (program.pid, *processes_of(output).values()):
+        os.kill(pid, signal.SIGKILL)
+    assert program.wait() == -signal.SIGKILL
+
+
+def kill_the_parent(program: Program, output: Path) -> None:
+    """The runs notice, save and end."""
+    children = [psutil.Process(pid) for pid in processes_of(output).values()]
+    os.kill(program.pid, signal.SIGKILL)
+    assert program.wait() == -signal.SIGKILL
+    assert psutil.wait_procs(children, timeout=30)[1] == []
+    assert all("stopped by SIGTERM" in path.read_text() for path in output.glob("runs/*/log.txt"))
+
+
+def ask_to_stop(program: Program, output: Path) -> None:
+    os.kill(program.pid, signal.SIGTERM)
+    assert program.wait() == 128 + signal.SIGTERM
+    assert "error: stopped by SIGTERM: 0 of 3 runs are done; go on with the same command" in program.output
+    assert "first: stopped" in program.output and not (output / "runs/third").exists()
+
+
+@pytest.fixture(scope="module")
+def long_runs(files: Files) -> tuple[Path, dict[str, Path]]:
+    """A grid, and two of its runs as they are when nothing happens to them."""
+    recipe = make_recipe((FINETUNE[0] | {"tokens": LONG * STEP},), checkpoint_every=7, validate_every=10)
+    runs: dict[str, Any] = {"first": {"rule": "decay"}, "second": {"rule": "gated"}}
+    folders = {}
+    for name, settings in runs.items():
+        swapped = save_converted(files.folder / f"{name} swapped", files.base, **settings)
+        folders[name] = files.folder / f"undisturbed {name}"
+        train_in(folders[name], make_train_config(files, recipe, model=str(swapped)))
+    runs["third"] = {"rule": "add", "set": {"finetune.tokens": STEP}}
+    return write_grid(files.folder / "long", runs, recipe), folders
+
+
+@pytest.mark.parametrize("end", [kill_all, kill_the_parent, ask_to_stop])
+def test_a_comparison_goes_on_as_if_nothing_had_been(
+    files: Files, long_runs: tuple[Path, dict[str, Path]], tmp_path: Path, end: Callable[[Program, Path], None]
+) -> None:
+    grid, undisturbed = long_runs
+    output = tmp_path / "out"
+    chosen = "" if end is ask_to_stop else "first,second"
+    command = typed(files, grid, output, "--jobs", 2, "--only", chosen)
+    program = Program(tmp_path / "printed.txt", *command)
+    folders = {name: output / "runs" / name / "training" for name in undisturbed}
+    wait_until(lambda: all(lines_in(folder) > 3 for folder in folders.values()), program.running)
+    end(program, output)
+    assert all(0 < lines_in(folder) < lines_in(undisturbed[name]) for name, folder in folders.items())
+    assert not any((output / "results").iterdir())
+    succeed(*command)
+    for name, folder in folders.items():
+        assert log_of(folder) == log_of(undisturbed[name])
+        expected = json.loads((undisturbed[name] / "result.json").read_text())
+        assert result_of(output, name)["validation"] == expected["validation"]
+        assert "goes on" in (output / "runs" / name / "log.txt").read_text()
+    assert (output / "results/third.json").is_file() == (end is ask_to_stop)
+
+
+def test_a_run_is_not_had_by_two_processes(files: Files, tmp_path: Path) -> None:
+    """The second waits, and finds the run done."""
+    grid = write_grid(tmp_path, {"one": {"rule": "decay"}}, make_recipe((FINETUNE[0] | {"tokens": 20 * STEP},)))
+    programs = [Program(tmp_path / f"printed {i}", *typed(files, grid, tmp_path / "out")) for i in range(2)]
+    assert [program.wait() for program in programs] == [0, 0]
+    said = (tmp_path / "out/runs/one/log.txt").read_text()
+    assert said.count("begins") == 1 and "goes on" not in said
+    assert all("one: done" in program.output for program in programs)
+
+
+def test_processes_are_fresh_ones_unless_tests_are_in_a_hurry(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(compare, "PROCESSES", compare.multiprocessing.get_context("spawn"))
+    recipe = make_recipe((FINETUNE[0] | {"tokens": STEP},))
+    succeed(*typed(files, write_grid(tmp_path, {"one": {"rule": "decay"}}, recipe), tmp_path))
+    assert result_of(tmp_path, "one")["finished"]
+
+
+def test_the_end_of_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "log.jsonl"
+    assert last_logged(log) == {}
+    lines = [{"step": 1, "tokens": 8, "loss": 3.0}, {"step": 1, "validation_loss": 2.0}, {"step": 2, "tokens": 16}]
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "tok')
+    assert last_logged(log) == {"tokens": 16, "validation_loss": 2.0}
+    monkeypatch.setattr(compare, "TAIL_BYTES", 60)
+    assert last_logged(log) == {"tokens": 16}
+
+
+def test_what_is_refused_on_the_command_line(files: Files, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    grid = write_grid(tmp_path, {"a": {"rule": "decay"}, "deep": {"rule": "decay", "layers": [7]}})
+    assert error_of(*typed(files, "nothing", output)) == (
+        "nothing: no such grid; shipped are paper, paper_longer, smollm2, smollm2_long, or give a YAML file"
+    )
+    assert "no such grid" in error_of(*typed(files, tmp_path / "missing.yaml", output))
+    assert error_of(*typed(files, grid, output, "--only", "a,b")) == (
+        "--only b: the grid has no such run; it has a, deep"
+    )
+    assert "run a: --set: unknown setting speed; known" in error_of(*typed(files, grid, output, "--set", "speed=1"))
+    said = error_of(*typed(files, write_grid(tmp_path / "all", RUNS), output, "--set", "lora=2"))
+    assert said.startswith("run base: without settings it is the base itself") and said.endswith("finetune, lora")
+    assert "--set takes NAME=VALUE" in error_of(*typed(files, grid, output, "--set", "speed"))
+    assert "--set: seed: give `seeds" in error_of(*typed(files, grid, output, "--set", "seed=1"))
+    assert error_of(*typed(files, grid, output)) == (
+        "run deep: layers=[7] do not exist: the model has 2 layers, numbered 0 to 1"
+    )
+    only = ("--only", "a")
+    assert "run a: length 128: the base has positions for 96 tokens only" in error_of(
+        *typed(files, grid, output, *only, "--set", "length=128")
+    )
+    assert "converted already" in error_of(*typed(files._replace(base=files.converted), grid, output, *only))
+    assert "no folder at" in error_of(*typed(files._replace(base=tmp_path / "none"), grid, output, *only))
+    assert "there is no such file" in error_of(*typed(files._replace(data=tmp_path / "none"), grid, output, *only))
+    assert "there is no such file" in error_of(*typed(files, grid, output, *only, "--test", tmp_path / "none"))
+    (tmp_path / "blank.txt").write_text(" \n")
+    said = error_of(*typed(files, grid, output, *only, "--test", tmp_path / "blank.txt"))
+    assert said == "--test blank.txt: it has no text in it"
+    assert error_of(*typed(files, grid, output, *only, "--test", tmp_path / "none")).startswith("--test none: ")
+    (tmp_path / "short.txt").write_text("one word\n")
+    short = files._replace(validation=tmp_path / "short.txt")
+    assert "are fewer than one row" in error_of(*typed(short, grid, output, *only))
+    assert f"--output {grid} cannot be written" in error_of(*typed(files, grid, grid, *only))
+    assert not any((output / "runs").iterdir())

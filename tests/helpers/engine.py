@@ -1,0 +1,44 @@
+"""Converted tiny models and prompts for the tests of the decode engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import fastweights as fw
+from helpers.tiny import pretrained, tokens
+
+SETTINGS = [
+    dict(rule="decay", m=6),
+    dict(rule="decay", m=6, gate_init="log", window=5, state_heads="kv"),
+    dict(rule="delta", m=6, rotary="drop"),
+    dict(rule="add", m=6, feature_map="elu", normalize="attention", output_norm=True),
+    dict(rule="gated", m=12, state_heads="kv", window=1),
+    dict(rule="local", window=4),
+]
+
+
+LENGTHS = (1, 9, 4)
+
+
+def name(settings: dict[str, Any]) -> str:
+    return "-".join(map(str, settings.values()))
+
+
+def converted(family: str = "llama", **settings: Any) -> Any:
+    return fw.convert(pretrained(family), fw.FastWeightsConfig(**settings or SETTINGS[0])).eval()
+
+
+def texts(*lengths: int) -> list[torch.Tensor]:
+    return [tokens(length, seed=length) for length in lengths]
+
+
+def greedy(model: Any, prompt: torch.Tensor, count: int, **options: Any) -> list[int]:
+    """What transformers makes of one prompt."""
+    ids = torch.as_tensor(prompt)[None].to(model.device)
+    options = dict(attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0) | options
+    return model.generate(ids, max_new_tokens=count, **options)[0, ids.shape[1] :].tolist()
+
+
+WIDE = fw.Sampling(temperature=1.5)

@@ -1,0 +1,255 @@
+"""Converted models as Hugging Face models: saving, loading, training modes, compiling, LoRA."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+import transformers
+from helpers.relative_error import assert_close
+from helpers.tiny import CONFIGS, config_of, pretrained, tokens
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import fastweights as fw
+from fastweights.modeling.classes import CLASSES, keep_softcap
+
+DECAY = dict(rule="decay", m=6)
+VARIANTS = [
+    DECAY,
+    dict(rule="delta", m=6, window=3, output_norm=True),
+    dict(rule="gated", m=4, feature_map="rfa", normalize="attention", layers=(1,)),
+    dict(rule="local", window=4),
+]
+
+
+def converted(family: str = "llama", **settings: Any) -> Any:
+    return fw.convert(pretrained(family), fw.FastWeightsConfig(**settings or DECAY))
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("settings", VARIANTS, ids=lambda s: s["rule"])
+def test_saves_and_loads_to_the_bit(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    model, ids = converted(family, **settings), tokens(2, 9)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1, "the checkpoint was meant to be in shards"
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is type(model)
+    assert fw.FastWeightsConfig.from_dict(loaded.config.fastweights) == fw.FastWeightsConfig(**settings)
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_base_from_a_disk_is_saved_and_loaded(family: str, tmp_path: Path) -> None:
+    """Loading may rename tensors, which saving would undo."""
+    pretrained(family).save_pretrained(tmp_path / "base")
+    model = fw.convert(fw.load(tmp_path / "base"), fw.FastWeightsConfig(m=4))
+    for name in ("once", "twice"):
+        model.save_pretrained(tmp_path / name)
+        loaded = fw.load(tmp_path / name)
+        with torch.no_grad():
+            assert torch.equal(loaded(tokens(1, 7)).logits, model(tokens(1, 7)).logits)
+        model = loaded
+
+
+def test_gemma2_keeps_the_cap_of_its_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By every way to a model, also where transformers would take SDPA, which has none."""
+    base = pretrained("gemma2")
+    base.save_pretrained(tmp_path / "base")
+    base.config._attn_implementation = "sdpa"
+    fw.convert(base, fw.FastWeightsConfig(m=4, layers=(0,))).save_pretrained(tmp_path / "hybrid")
+    assert base.config._attn_implementation == "eager"
+    for name in ("base", "hybrid"):
+        assert fw.load(tmp_path / name).config._attn_implementation == "eager"
+    monkeypatch.setattr(transformers.Gemma2PreTrainedModel, "_supports_sdpa", True)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "base").config._attn_implementation == "sdpa"
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "hybrid").config._attn_implementation == "eager"
+    plain = pretrained("llama").config
+    plain._attn_implementation = "sdpa"
+    keep_softcap(plain)
+    assert plain._attn_implementation == "sdpa"
+
+
+def test_dtype_and_device_arguments(tmp_path: Path) -> None:
+    converted().save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, device_map="cpu")
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    with torch.no_grad():
+        out = model(tokens(1, 7), use_cache=True)
+    assert out.logits.dtype == torch.bfloat16
+    assert out.past_key_values.layers[0].get("state").dtype == torch.float32
+
+
+def test_conversion_happens_in_place_and_keeps_dtype_and_mode() -> None:
+    base = pretrained("gpt2").to(torch.bfloat16).train()
+    model = fw.convert(base, fw.FastWeightsConfig(m=4))
+    assert model is base and model.config is base.transformer.config
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model.transformer.h[0].attn.training
+
+
+def test_layers_not_named_stay_as_they_were() -> None:
+    base = pretrained("llama")
+    kept = copy.deepcopy(base.model.layers[0].self_attn.state_dict())
+    model = fw.convert(base, fw.FastWeightsConfig(m=4, layers=(1,)))
+    for name, tensor in model.model.layers[0].self_attn.state_dict().items():
+        assert torch.equal(tensor, kept[name])
+
+
+def test_a_wide_local_window_is_the_pretrained_attention() -> None:
+    for family in CONFIGS:
+        base, ids = pretrained(family), tokens(2, 6)
+        base.set_attn_implementation("eager")  # transformers' sdpa leaves Gemma 2's cap out in some versions
+        with torch.no_grad():
+            expected = base(ids).logits
+            found = fw.convert(base, fw.FastWeightsConfig(rule="local", window=6))(ids).logits
+        assert_close(f"logits of {family}", found, expected, 1e-5)
+
+
+def test_a_model_from_its_config_alone_starts_as_a_conversion_would() -> None:
+    config_class, model_class = CLASSES["gpt2"]
+    settings = fw.FastWeightsConfig(rule="decay", m=4)
+    config = config_class.from_dict(config_of("gpt2").to_dict() | {"fastweights": settings.to_dict()})
+    biases = model_class(config).transformer.h[0].attn.rule.gates["f"].bias
+    expected = fw.convert(pretrained("gpt2"), settings).transformer.h[0].attn.rule.gates["f"].bias
+    assert torch.equal(biases, expected)
+
+
+def test_auto_classes_know_every_family() -> None:
+    known = {AutoConfig.for_model(f"fastweights_{family}").model_type for family in CONFIGS}
+    assert known == {f"fastweights_{family}" for family in CONFIGS}
+
+
+def test_a_window_is_never_wider_than_the_pretrained_one() -> None:
+    for family in ("mistral", "gemma2"):
+        base, ids = pretrained(family), tokens(2, 20)
+        base.set_attn_implementation("eager")
+        with torch.no_grad():
+            expected = base(ids).logits
+            found = fw.convert(base, fw.FastWeightsConfig(rule="local", window=50))(ids).logits
+        assert_close(f"logits of {family}", found, expected, 1e-5)
+
+
+def _gradients(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    model(ids, labels=ids).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_neox", "opt", "gemma3_text"])
+@pytest.mark.parametrize("settings", VARIANTS, ids=lambda s: s["rule"])
+def test_gradient_checkpointing_changes_nothing(family: str, settings: dict[str, Any]) -> None:
+    model, ids = converted(family, **settings).train(), tokens(2, 20)
+    expected = _gradients(model, ids)
+    model.gradient_checkpointing_enable()
+    found = _gradients(model, ids)
+    assert expected.keys() == found.keys()
+    for name, gradient in expected.items():
+        assert_close(name, found[name], gradient, 1e-5)
+
+
+@pytest.mark.parametrize("settings", VARIANTS, ids=lambda s: s["rule"])
+def test_every_new_parameter_is_trained(settings: dict[str, Any]) -> None:
+    model = converted("qwen3", **settings).train()
+    gradients = _gradients(model, tokens(2, 20))
+    assert gradients.keys() == {name for name, _ in model.named_parameters()}
+    silent = [name for name, gradient in gradients.items() if not gradient.any()]
+    assert not silent
+
+
+@pytest.mark.parametrize("settings", VARIANTS, ids=lambda s: s["rule"])
+def test_compiles_for_training_without_a_graph_break(settings: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    model, ids = converted("llama", **settings).train(), tokens(2, 20)
+    expected = _gradients(model, ids)
+    found = _gradients(torch.compile(model, backend="aot_eager", fullgraph=True), ids)
+    for name, gradient in expected.items():
+        assert_close(name, found[f"_orig_mod.{name}"], gradient, 1e-5)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_compiled_step_is_not_compiled_again_at_every_token(family: str) -> None:
+    torch._dynamo.reset()
+    model, ids = converted(family), tokens(1, 12)
+    counter = torch._dynamo.testing.CompileCounter()
+    step = torch.compile(model.forward, backend=counter)
+    with torch.no_grad():
+        expected = model(ids).logits
+        cache = model(ids[:, :4], use_cache=True).past_key_values
+        logits = [step(ids[:, t : t + 1], past_key_values=cache).logits for t in range(4, 12)]
+    assert_close("logits of a compiled step", torch.cat(logits, dim=1), expected[:, 4:], 1e-5)
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("settings", VARIANTS, ids=lambda s: s["rule"])
+def test_lora_trains_and_saves_the_new_parameters(settings: dict[str, Any], tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    ids = tokens(2, 12)
+    model = converted("qwen3", **settings)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, init_lora_weights=False, **fw.lora_modules(model)))
+    trainable = [p for p in adapted.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trainable, lr=0.1)
+    adapted(ids, labels=ids).loss.backward()
+    optimizer.step()
+    adapted.eval()
+    adapted.save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(converted("qwen3", **settings), tmp_path).eval()
+    with torch.no_grad():
+        assert_close("logits after loading", loaded(ids).logits, adapted(ids).logits, 1e-6)
+        assert not torch.allclose(converted("qwen3", **settings)(ids).logits, adapted(ids).logits)
+    if settings is DECAY:
+        saved = set(peft.utils.load_peft_weights(str(tmp_path), device="cpu"))
+        assert any("gates.f" in name for name in saved) and any("gates.z" in name for name in saved)
+
+
+def test_import_order_does_not_matter(tmp_path: Path) -> None:
+    """Converted folders load whichever of transformers and fastweights is imported first."""
+    import subprocess
+    import sys
+
+    converted("gpt2").save_pretrained(tmp_path)
+    load = f"print(type(transformers.AutoModelForCausalLM.from_pretrained({os.fspath(tmp_path)!r})).__name__)"
+    for imports in (
+        "import fastweights; from transformers import GPT2LMHeadModel; import transformers",
+        "import fastweights; from transformers import LlamaForCausalLM; import transformers",
+        "import fastweights, transformers",
+        "import transformers; transformers.AutoModelForCausalLM; import fastweights",
+    ):
+        done = subprocess.run([sys.executable, "-c", f"{imports}; {load}"], capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == "FastWeightsGPT2LMHeadModel"
+
+
+def test_convert_is_a_function_however_it_is_imported() -> None:
+    from fastweights import convert
+    from fastweights.loading import save
+
+    assert callable(convert) and callable(fw.convert) and callable(save)
+
+
+def test_an_odd_rotary_width_rotates_as_gpt_neox_does() -> None:
+    sizes = dict(num_hidden_layers=1, hidden_size=24, num_attention_heads=2, intermediate_size=32, vocab_size=61)
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+    torch.manual_seed(0)
+    base = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**sizes, rope_parameters=rope)).eval()
+    for parameter in base.parameters():
+        parameter.data = torch.randn_like(parameter) * 0.3
+    with torch.no_grad():
+        expected = base(tokens(1, 12)).logits
+        found = fw.convert(base, fw.FastWeightsConfig(rule="local", window=12))(tokens(1, 12)).logits
+    assert_close("logits", found, expected, 1e-5)
+
+
+@pytest.mark.parametrize("feature_map", ["favor+", "rfa"])
+def test_random_features_ignore_autocast(feature_map: str) -> None:
+    model = converted(rule="gated", m=8, feature_map=feature_map)
+    features = model.model.layers[0].self_attn.rule.feature_map
+    x = torch.randn(1, 5, 4, 8, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = features(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(features(x), expected)

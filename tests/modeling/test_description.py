@@ -1,0 +1,161 @@
+"""The numbers in a description are those that real models and real caches have."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from helpers.cli import save_model
+from helpers.tiny import CONFIGS, pretrained, tokens
+from transformers.cache_utils import DynamicCache
+
+from fastweights.config import FastWeightsConfig
+from fastweights.conversion import convert
+from fastweights.loading import load
+from fastweights.modeling.cache import FastWeightsCache
+from fastweights.modeling.description import TEXT_LENGTHS, describe, describe_folder, facts
+from fastweights.modeling.families import UnknownFamilyError
+from fastweights.utils.errors import CheckpointError
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "decay": dict(m=8),
+    "windowed": dict(m=8, window=5),
+    "window of one": dict(m=8, window=1),
+    "normalised": dict(rule="add", feature_map="relu", normalize="attention+sum", m=6),
+    "delta, shared states": dict(rule="delta", normalize="attention", state_heads="kv", m=8),
+    "local": dict(rule="local", window=7),
+    "hybrid": dict(m=8, layers=(1,), window=3),
+}
+
+
+def converted(family: str, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
+    return convert(pretrained(family).to(dtype), FastWeightsConfig(**settings))
+
+
+def cache_after(model: Any, length: int) -> FastWeightsCache:
+    with torch.no_grad():
+        return model(tokens(1, length), use_cache=True).past_key_values
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_state_bytes_are_those_of_a_real_state(family: str, settings: dict[str, Any]) -> None:
+    model = converted(family, **settings)
+    for length in (2, 20):
+        assert describe(model).state_bytes == cache_after(model, length).nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_state_bytes_follow_the_dtype(dtype: torch.dtype) -> None:
+    model = converted("llama", dtype, m=8, window=5)
+    assert describe(model).state_bytes == cache_after(model, 9).nbytes
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_neox"])
+def test_attention_bytes_are_those_of_a_real_cache(family: str) -> None:
+    model, length = pretrained(family), 20
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(tokens(1, length), past_key_values=cache)
+    real = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    for row in describe(model).memory:
+        assert row.attention * length == real * row.tokens
+        assert row.here == row.attention
+
+
+def test_sliding_layers_stop_at_their_window() -> None:
+    model = pretrained("mistral")
+    (first, *others) = describe(model).memory
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(tokens(1, 20), past_key_values=cache)
+    assert first.attention == sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert all(row.attention == first.attention for row in others)
+
+
+def test_a_mixture_of_sliding_and_full_layers() -> None:
+    model = pretrained("gemma2")
+    assert model.config.layer_types == ["sliding_attention", "full_attention"]
+    for row in describe(model).memory:
+        assert row.attention == 2 * 2 * 8 * 4 * (6 + row.tokens)
+
+
+def test_memory_of_a_fully_converted_model_is_constant() -> None:
+    described = describe(converted("llama", m=8))
+    assert [row.tokens for row in described.memory] == list(TEXT_LENGTHS) == [1024, 8192, 65536]
+    assert {row.here for row in described.memory} == {described.state_bytes}
+
+
+def test_a_hybrid_keeps_its_state_and_the_attention_of_the_other_layers() -> None:
+    model = converted("llama", m=8, layers=(1,))
+    described, cache = describe(model), cache_after(model, 20)
+    for row in described.memory:
+        assert row.here == described.state_bytes + cache.attention_nbytes * row.tokens // 20
+        assert row.attention == describe(pretrained("llama")).memory[TEXT_LENGTHS.index(row.tokens)].attention
+    assert described.converted == (1,)
+    assert facts(described)["layers converted"] == "1 of 2: 1"
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_parameters_are_counted_against_the_base_model(family: str) -> None:
+    model = converted(family, m=8)
+    described = describe(model)
+    assert described.parameters == sum(p.numel() for p in model.parameters())
+    assert described.base_parameters == sum(p.numel() for p in pretrained(family).parameters())
+    assert described.added_parameters == described.parameters - described.base_parameters
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_folder_is_described_as_its_model_and_without_weights(family: str, tmp_path: Any) -> None:
+    save_model(tmp_path, family, rule="gated", m=8, window=4)
+    expected = describe(load(tmp_path))
+    (tmp_path / "model.safetensors").unlink()
+    assert describe_folder(tmp_path) == expected
+
+
+def test_a_folder_is_described_in_its_own_dtype(tmp_path: Any) -> None:
+    converted("llama", torch.bfloat16, m=8).save_pretrained(tmp_path)
+    assert describe_folder(tmp_path).dtype == "bfloat16"
+
+
+def test_a_model_that_is_not_converted(tmp_path: Any) -> None:
+    described = describe_folder(save_model(tmp_path))
+    assert (described.settings, described.converted, described.state_bytes) == (None, (), 0)
+    assert described.added_parameters == 0
+    assert "not converted" in facts(described)["rule"]
+
+
+def test_describing_leaves_a_model_alone() -> None:
+    model = converted("llama", m=8)
+    before = model.config.to_dict()
+    describe(model)
+    assert model.config.to_dict() == before
+    assert model.device.type == "cpu"
+
+
+def test_a_folder_without_a_config(tmp_path: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        describe_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change", [{"fastweights": {"rule": "nonsense"}}, {"model_type": "nonsense"}, {"fastweights": {"widht": 3}}]
+)
+def test_a_config_that_describes_no_model(tmp_path: Any, change: dict[str, Any]) -> None:
+    config = save_model(tmp_path, m=8) / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        describe_folder(tmp_path)
+
+
+def test_a_config_that_is_not_json(tmp_path: Any) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        describe_folder(tmp_path)
+
+
+def test_an_unknown_family() -> None:
+    with pytest.raises(UnknownFamilyError, match="families known"):
+        describe(torch.nn.Linear(2, 2))

@@ -1,0 +1,55 @@
+"""What the operations keep for the backward pass: inputs and chunk boundaries, never T*d*m."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.relative_error import op_inputs, run_op
+from torch import Tensor
+
+from fastweights.ops import tiled, wy
+from fastweights.rules import RULES
+
+B, T, H, d, m = 2, 512, 2, 64, 32
+BYTES = 4
+EVERY_STATE = B * H * T * d * m * BYTES
+# What each rule keeps besides its inputs and the boundary states, in units of T*(d+m): gated its keys times 1 - g.
+KEPT = {"add": 0.0, "delta": 0.0, "gated": 0.5, "decay": 0.0}
+
+
+def saved_bytes(rule: str, length: int, backend: str) -> int:
+    """Bytes of the distinct storages saved for backward that are not the caller's own inputs."""
+    inputs = {name: x.requires_grad_() for name, x in op_inputs(rule, B, length, H, d, m).items()}
+    given = {x.untyped_storage().data_ptr() for x in inputs.values()}
+    storages = {}
+
+    def keep(x: Tensor) -> Tensor:
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        results = run_op(rule, inputs, backend=backend)
+    assert all(x.requires_grad for x in results)
+    return sum(storage.nbytes() for pointer, storage in storages.items() if pointer not in given)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_chunked_keeps_chunk_boundaries_only(rule: str) -> None:
+    chunk = (wy if rule == "delta" else tiled).CHUNK
+    for length in (T, 2 * T):
+        boundaries = B * H * (length // chunk) * d * m * BYTES
+        activations = KEPT[rule] * B * H * length * (d + m) * BYTES
+        assert saved_bytes(rule, length, "chunked") <= activations + boundaries
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_chunked_keeps_far_less_than_every_state(rule: str) -> None:
+    kept = saved_bytes(rule, T, "chunked")
+    assert 8 * kept <= EVERY_STATE
+    assert saved_bytes(rule, 2 * T, "chunked") <= 2.2 * kept
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_loop_keeps_every_state(rule: str) -> None:
+    """The measure itself: it must see what the chunked form does without."""
+    assert saved_bytes(rule, T, "loop") >= 0.95 * EVERY_STATE

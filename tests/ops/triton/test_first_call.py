@@ -1,0 +1,240 @@
+"""The kernels of a first call are compiled together, before any is launched: all of them, and no others.
+
+TRITON_INTERPRET=0 python tests/ops/triton/test_first_call.py RULE   compiles for a Hopper GPU and prints JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers.relative_error import assert_all_close, op_flags, op_inputs, run_op, run_with_gradients
+
+from fastweights.rules import RULES
+
+pytest.importorskip("triton")
+from fastweights.ops.triton import compile, kernels, launch, tiled, wy
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+every_rule = pytest.mark.parametrize("rule", RULES)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# T, d, multiprocessors: one segment; several; those with several slices of d
+SIZES = [(1, 6, 0), (37, 6, 0), (40, 70, 0), (129, 3, 8), (300, 70, 8)]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """What was to be compiled, call by call, as if there was something to compile here."""
+    found: list[list[compile.Launch]] = []
+    monkeypatch.setattr(launch, "_can_compile", lambda device: device.type == DEVICE)
+    monkeypatch.setattr(launch, "compile_together", lambda launches, device: found.append(launches))
+    launch.plan_for.cache_clear()
+    yield found
+    launch.plan_for.cache_clear()
+
+
+def looks(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> str:
+    """All that Triton chooses a kernel by, and more."""
+    kinds = [(x.dtype, x.shape, x.data_ptr() % 16) if isinstance(x, torch.Tensor) else x for x in args]
+    return repr((kernel.__name__, grid, kinds, options))
+
+
+@every_rule
+@pytest.mark.parametrize(("T", "d", "processors"), SIZES)
+def test_what_is_compiled_is_what_is_launched(
+    rule: str, T: int, d: int, processors: int, calls: list[list[compile.Launch]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[str] = []
+    collect = launch.run
+
+    def run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], **options: Any) -> None:
+        if compile.collected.get() is None:
+            launched.append(looks(kernel, grid, args, options))
+        else:
+            collect(kernel, grid, args, **options)
+
+    monkeypatch.setattr(launch, "run", run)
+    monkeypatch.setattr(launch, "multiprocessors", lambda _: processors)
+    normalized = (False, True) if rule != "decay" else (False,)
+    choices = itertools.product(("none", "mask+reset"), DTYPES, (False, True), (False, True), (False, True), normalized)
+    for kind, dtype, has_state, of_state, train, normalize in choices:
+        launch.plan_for.cache_clear()
+        inputs = op_inputs(rule, B=1, T=T, H=1, d=d, m=4, dtype=dtype, state=has_state, normalize=normalize)
+        inputs |= {"state": inputs["state"].float()} if has_state else {}
+        leaves = {name: x.to(DEVICE).requires_grad_(train) for name, x in inputs.items()}
+        flags = {name: x.to(DEVICE) for name, x in op_flags(kind, 1, T).items()}
+        y, end = run_op(rule, leaves, backend="triton", normalize=normalize, **flags)
+        if train:
+            loss = y.sum() + end.sum() if of_state else y.sum()
+            torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        compiled = list(itertools.chain(*calls))
+        assert len(calls) == 1 + (rule == "delta" and normalize)  # its normaliser is a call of its own
+        assert sorted(looks(*one) for one in compiled) == sorted(launched)
+        assert all(x.is_meta for _, _, args, _ in compiled for x in args if isinstance(x, torch.Tensor))
+        assert len(launched) >= (2 if train else 1) * (3 if processors else 1)
+        calls.clear()
+        launched.clear()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes masked pairs too
+@every_rule
+def test_a_call_is_as_before(rule: str, calls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = {name: x.to(DEVICE) for name, x in op_inputs(rule, T=20, H=1).items()}
+    found = [run_with_gradients(rule, inputs, backend="triton")]
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no compiler")
+
+    for name in ("compile_together", "launches_of"):
+        monkeypatch.setattr(launch, name, fail)
+        launch.plan_for.cache_clear()
+        found.append(run_with_gradients(rule, inputs, backend="triton"))
+    assert len(calls) == 1
+    expected = run_with_gradients(rule, inputs, backend="loop")
+    for results in found:
+        assert_all_close(results, expected, 1e-5)
+
+
+def test_once_for_a_shape_with_and_without_gradients(calls: Any) -> None:
+    def call(train: bool, T: int = 20) -> None:
+        leaves = {name: x.to(DEVICE).requires_grad_(train) for name, x in op_inputs("add", T=T, H=1).items()}
+        run_op("add", leaves, backend="triton")
+
+    for train in (False, False, True, True, False):
+        call(train)
+    names = [[kernel.__name__ for kernel, *_ in launches] for launches in calls]
+    assert names == [["forward"], ["forward", "backward"]]
+    call(True, T=19)
+    assert len(calls) == 3
+
+
+def test_what_lies_at_an_odd_address_is_left_to_its_launch(calls: Any) -> None:
+    inputs = {name: x.to(DEVICE) for name, x in op_inputs("add", H=1).items()}
+    inputs["k"] = torch.cat([inputs["k"].flatten()[:1], inputs["k"].flatten()])[1:].view_as(inputs["k"])
+    run_op("add", inputs, backend="triton")
+    assert not calls
+
+
+def test_not_on_a_cpu_nor_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    for capturing in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda answer=capturing: answer)
+        assert launch._can_compile(torch.device("cuda", 0)) is not capturing
+        assert not launch._can_compile(torch.device("cpu")) and not launch._can_compile(torch.device("meta"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+@every_rule
+def test_on_a_gpu(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    compiled: list[str] = []
+    launch.plan_for.cache_clear()
+    launch._compiled.clear()
+    for kernel in (*vars(tiled).values(), *vars(wy).values()):
+        if isinstance(kernel, triton.JITFunction):
+            kernel.device_caches.clear()
+    monkeypatch.setattr(
+        triton.knobs.compilation, "listener", lambda **_: compiled.append(threading.current_thread().name)
+    )
+    inputs = {name: x.to(DEVICE) for name, x in op_inputs(rule, B=1, T=300, H=1, m=37, d=41, state=False).items()}
+    run_with_gradients(rule, inputs, backend="triton")
+    assert len(compiled) >= 6 and all(name.startswith("ThreadPoolExecutor") for name in compiled)
+
+
+def test_triton_compiles_once_and_in_threads(tmp_path: Any) -> None:
+    done = subprocess.run(
+        [sys.executable, __file__, "decay"],
+        env=os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert found["compiled"] == ["a thread"] * 6, "a launch compiles again what it does not find"
+    assert found["loaded"] == ["a thread on device 0"] * 6
+    assert found["launched"] == 6
+    assert found["too large"] == "OutOfResources"
+
+
+class Hopper:
+    """As much of a GPU as Triton asks for; devices but the first have no shared memory."""
+
+    def __init__(self, loaded: list[str]) -> None:
+        self.device, self.launched, self.loaded = 0, 0, loaded
+        self.utils = SimpleNamespace(
+            load_binary=lambda *_: (1, 1, 0, 0, 1024),
+            get_device_properties=lambda device: {"max_shared_mem": 0 if device else 227 * 1024},
+        )
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def launcher_cls(self, *_: Any) -> Any:
+        self.loaded.append(f"{here()} on device {getattr(chosen, 'device', None)}")
+
+        def launcher(*_: Any) -> None:
+            self.launched += 1
+
+        return launcher
+
+
+chosen = threading.local()
+
+
+def here() -> str:
+    return "the caller" if threading.current_thread() is threading.main_thread() else "a thread"
+
+
+def main() -> None:
+    import triton
+
+    @contextlib.contextmanager
+    def choose(device: torch.device) -> Iterator[None]:
+        chosen.device = gpu.device
+        yield
+        del chosen.device
+
+    compiled: list[str] = []
+    gpu = Hopper([])
+    triton.runtime.driver.set_active(gpu)
+    triton.knobs.compilation.listener = lambda **_: compiled.append(here())
+    torch.cuda.device = choose  # type: ignore[misc, assignment]
+    launch._can_compile = lambda device: device.type == "cpu"
+    inputs = op_inputs(sys.argv[1], B=1, T=300, H=1, m=16, d=16, dtype=torch.bfloat16, state=False)
+    leaves = {name: x.requires_grad_() for name, x in inputs.items()}
+    gates = tuple(x for name, x in leaves.items() if name.endswith("logit"))
+    given = (RULES[sys.argv[1]], leaves["q"], leaves["k"], leaves["v"], gates)
+    y, end = kernels(*given)
+    torch.autograd.grad((y, end), list(leaves.values()), (torch.ones_like(y), torch.ones_like(end)))
+    found = {"compiled": list(compiled), "loaded": list(gpu.loaded), "launched": gpu.launched}
+    gpu.device = 1
+    launch.plan_for.cache_clear()
+    launch._compiled.clear()
+    try:
+        kernels(*given)
+    except Exception as error:
+        found["too large"] = type(error).__name__
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

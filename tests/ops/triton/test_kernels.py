@@ -1,0 +1,320 @@
+"""The Triton kernels against the float64 loop: outputs, end state and every gradient, at odd sizes, with every output
+poisoned first. Without a GPU they run under Triton's interpreter; the same tests run on a GPU, and larger ones."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.relative_error import CASES, assert_all_close, case_name, op_flags, op_inputs, run_op, run_with_gradients
+
+from fastweights import ops
+from fastweights.ops import device
+from fastweights.rules import RULES
+
+pytest.importorskip("triton")
+from fastweights.ops.triton import _plan, launch, rule_op, tiled, wy
+from fastweights.ops.triton.parts import SIZES as CHANGING_SIZES
+
+# the interpreter computes masked pairs too, whose running products may overflow
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# relative to the float64 loop
+LIMITS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 1e-2}
+# T, m, d: single ones, a tile's edges, padded widths, several slices of d
+SIZES = [(1, 1, 1), (15, 3, 2), (16, 16, 16), (17, 5, 7), (33, 33, 9), (20, 2, 70), (18, 128, 20)]
+every_case = pytest.mark.parametrize(("rule", "normalize"), CASES, ids=[str(case_name(c)) for c in CASES])
+every_rule = pytest.mark.parametrize("rule", RULES)
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> Iterator[None]:
+    """Every tensor that is made empty holds NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def processors(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Pretend the chip has this many multiprocessors: 0 never splits time, more do."""
+
+    def pretend(count: int) -> None:
+        monkeypatch.setattr(launch, "multiprocessors", lambda _: count)
+        launch.plan_for.cache_clear()
+
+    yield pretend
+    monkeypatch.undo()
+    launch.plan_for.cache_clear()
+
+
+def check(
+    rule: str, flags: dict[str, Any], dtype: torch.dtype = torch.float32, normalize: bool = False, **sizes: Any
+) -> None:
+    inputs = {name: x.to(dtype) for name, x in op_inputs(rule, normalize=normalize, **sizes).items()}
+    if "state" in inputs:
+        inputs["state"] = inputs["state"].float()
+    truth = {name: x.double() for name, x in inputs.items()}
+    expected = run_with_gradients(rule, truth, backend="loop", normalize=normalize, **flags)
+    here = {name: x.to(DEVICE) for name, x in inputs.items()}
+    flags = {name: x.to(DEVICE) for name, x in flags.items()}
+    found = run_with_gradients(rule, here, backend="triton", normalize=normalize, **flags)
+    assert found["y"].dtype == dtype and found["state"].dtype == torch.float32
+    assert_all_close({name: x.cpu() for name, x in found.items()}, expected, LIMITS[dtype])
+
+
+@every_rule
+@pytest.mark.parametrize(("T", "m", "d"), SIZES)
+def test_sizes(rule: str, T: int, m: int, d: int) -> None:
+    check(rule, {}, B=1, T=T, H=2, m=m, d=d)
+
+
+@every_case
+@pytest.mark.parametrize("kind", ["mask", "reset", "mask+reset"])
+def test_padding_and_documents(rule: str, normalize: bool, kind: str) -> None:
+    check(rule, op_flags(kind, 2, 37), normalize=normalize, T=37, H=1, m=5, d=6)
+
+
+@every_rule
+@pytest.mark.parametrize("kind", ["none", "mask+reset"])
+def test_time_in_segments(rule: str, kind: str, processors: Any) -> None:
+    processors(3)
+    flags = op_flags(kind, 1, 300) if kind != "none" else {}
+    check(rule, flags, B=1, T=300, H=1, m=4, d=3)
+    plan = launch.plan_for(launch.Shape(rule, 1, 300, 1, 4, 3, torch.float32, kind != "none", torch.device(DEVICE)))
+    assert plan.parts > 1 and plan.back_parts > 1
+
+
+@every_rule
+def test_grouped_queries_and_no_state(rule: str) -> None:
+    check(rule, {}, T=18, H=2, m=3, d=4, groups=3, state=False)
+
+
+@every_rule
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(rule: str, dtype: torch.dtype) -> None:
+    check(rule, {}, dtype, T=40, H=1, m=20, d=18, low=-1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rule", ["add", "gated", "delta"])
+def test_normalised_in_half_precision(rule: str, dtype: torch.dtype) -> None:
+    """Divided before it is rounded: sums of keys leave float16's range."""
+    inputs = op_inputs(rule, T=40, H=1, m=16, d=18, normalize=True, state=False)
+    inputs |= {name: 200 * inputs[name] for name in "q" if rule != "delta"}
+    inputs = {name: x.to(DEVICE, dtype) for name, x in inputs.items()}
+    y, _ = run_op(rule, inputs, backend="triton", normalize=True)
+    expected, _ = run_op(rule, {name: x.double() for name, x in inputs.items()}, backend="loop", normalize=True)
+    assert_all_close({"y": y}, {"y": expected}, LIMITS[dtype])
+
+
+@pytest.mark.parametrize("gate", ["f_logit", "z_logit"])
+def test_a_gate_that_is_not_a_number_is_seen(gate: str) -> None:
+    inputs = {name: x.to(DEVICE) for name, x in op_inputs("decay", T=20, H=1).items()}
+    inputs[gate][:, 3] = math.nan
+    y, _ = run_op("decay", inputs, backend="triton")
+    assert y[:, 4:].isnan().any()
+
+
+@pytest.mark.parametrize(("low", "high"), [(-30.0, -9.0), (-10.0, -10.0), (9.0, 20.0), (-12.0, 12.0)])
+@pytest.mark.parametrize("rule", ["gated", "decay"])
+def test_extreme_gates(rule: str, low: float, high: float) -> None:
+    check(rule, {}, T=50, H=1, m=4, d=5, low=low, high=high)
+
+
+@every_rule
+def test_only_the_state_is_asked_for(rule: str) -> None:
+    inputs = op_inputs(rule, T=20, H=1)
+    grads = {}
+    for backend in ("loop", "triton"):
+        leaves = {name: x.to(DEVICE).requires_grad_() for name, x in inputs.items()}
+        _, state = run_op(rule, leaves, backend=backend)
+        grads[backend] = torch.autograd.grad(state.sin().sum(), leaves["k"])[0].cpu()
+    assert_all_close({"k": grads["triton"]}, {"k": grads["loop"]}, 1e-5)
+
+
+@every_rule
+def test_without_gradients_nothing_is_kept(rule: str) -> None:
+    inputs = {name: x.to(DEVICE) for name, x in op_inputs(rule, T=33, H=1).items()}
+    y, state = run_op(rule, inputs, backend="triton")
+    expected = run_op(rule, inputs, backend="loop")
+    assert_all_close({"y": y, "state": state}, dict(zip(("y", "state"), expected, strict=True)), 1e-5)
+    q, k, v = (inputs[name] for name in "qkv")
+    assert _plan(rule, q, k, v, None).saved_shapes(keep=False)[0][0] == 0
+
+
+@every_rule
+def test_torch_knows_the_operators(rule: str, processors: Any) -> None:
+    processors(3)
+    inputs = {name: x.to(DEVICE) for name, x in op_inputs(rule, B=1, T=300, H=1, m=4, d=3).items()}
+    gates = [x if x.ndim == 4 else x[..., None] for name, x in inputs.items() if name.endswith("logit")]
+    for x in (*inputs.values(), *gates):
+        x.requires_grad_()
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    arguments = (rule, inputs["q"], inputs["k"], inputs["v"], gates, None, inputs["state"], True, False)
+    torch.library.opcheck(rule_op, arguments, test_utils=checks)
+
+
+@every_rule
+def test_compiles_without_a_graph_break(rule: str) -> None:
+    inputs = {name: x.to(DEVICE) for name, x in op_inputs(rule, T=20, H=1).items()}
+
+    def loss(**tensors: Any) -> Any:
+        y, state = run_op(rule, tensors, backend="triton")
+        return (y.sin().sum() + state.sin().sum()) * 2
+
+    results = []
+    for run in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
+        results.append(torch.autograd.grad(run(**leaves), list(leaves.values())))
+    for eager, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, eager)
+
+
+@every_rule
+def test_compiles_for_a_gpu_that_is_not_there(rule: str) -> None:
+    """The interpreter forgives what the compiler does not."""
+    script = Path(__file__).parents[2] / "helpers" / "compile_kernels.py"
+    done = subprocess.run(
+        [sys.executable, script, rule],
+        env=os.environ | {"TRITON_INTERPRET": "0", "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = {line.split()[0] for line in done.stdout.splitlines()}
+    solved = {"solve"} if rule == "delta" else {"segment_sums"}
+    assert found == {"forward", "backward", "scan_segments"} | solved
+
+
+class FakeKernel:
+    """What launch.run needs of a jitted kernel and of what it compiles to."""
+
+    arg_names = ("x", "n", "WIDTH", "FLAG")
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: Any) -> Any:
+        def jitted(*args: Any, **options: Any) -> Any:
+            self.calls.append(("compile", grid, args, options))
+            return compiled
+
+        def launch_again(grid: Any) -> Any:
+            return lambda *args: self.calls.append(("again", grid, args))
+
+        compiled = type("Compiled", (), {"__getitem__": lambda _, grid: launch_again(grid)})()
+        return jitted
+
+
+def test_a_kernel_is_looked_up_once() -> None:
+    kernel, x, options = FakeKernel(), torch.zeros(8), {"FLAG": True, "num_warps": 4, "WIDTH": 3}
+    for _ in range(2):
+        launch.run(kernel, (5, 2), (x, 7), **options)
+    assert kernel.calls == [("compile", (5, 2), (x, 7), options), ("again", (5, 2, 1), (x, 7, 3, True))]
+    kernel.calls.clear()
+    for other, change in ((x.double(), {}), (x, {"WIDTH": 4}), (x[1:], {})):  # a type, a setting, an odd address
+        launch.run(kernel, (5,), (other, 7), **options | change)
+    launch.run(kernel, (5,), (x, 2**40), **options)
+    assert [call[0] for call in kernel.calls] == ["compile"] * 4
+
+
+def test_constants_come_last() -> None:
+    """launch.run gives a compiled kernel its arguments first, then what it is specialised for."""
+    every = (tiled.forward, tiled.backward, tiled.segment_sums, tiled.scan_segments)
+    for kernel in (*every, wy.forward, wy.backward, wy.solve, wy.scan_segments):
+        constant = [name.isupper() for name in kernel.arg_names]
+        assert constant == sorted(constant) and any(constant)
+        numbers = kernel.arg_names[kernel.arg_names.index("length" if "length" in kernel.arg_names else "parts") :]
+        assert {name for name in numbers if name.islower()} <= set(CHANGING_SIZES), (
+            "Triton would compile for such a number"
+        )
+
+
+@every_rule
+def test_compiles_once_for_all_lengths(rule: str, processors: Any) -> None:
+    processors(3)
+    torch.compiler.reset()
+
+    def both(**tensors: Any) -> Any:
+        y, state = run_op(rule, tensors, backend="triton")
+        return y.sin().sum() + state.sin().sum()
+
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager", dynamic=True)
+    for T in (20, 140, 300):
+        inputs = {name: x.to(DEVICE).requires_grad_() for name, x in op_inputs(rule, B=1, T=T, H=1, m=4, d=3).items()}
+        eager, again = (torch.autograd.grad(f(**inputs), list(inputs.values())) for f in (both, compiled))
+        for a, b in zip(eager, again, strict=True):
+            torch.testing.assert_close(b, a)
+
+
+@every_rule
+def test_a_text_of_two_million_tokens_can_be_launched(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grid's second dimension ends at 65535."""
+    grids: list[tuple[int, ...]] = []
+    monkeypatch.setattr(launch, "run", lambda kernel, grid, args, **options: grids.append(grid))
+    inputs = op_inputs(rule, B=1, T=2**21, H=1, m=1, d=1)
+    leaves = {name: x.to(DEVICE).requires_grad_() for name, x in inputs.items()}
+    y, _ = run_op(rule, leaves, backend="triton")
+    torch.autograd.grad(y.sum(), list(leaves.values()))
+    assert len(grids) >= 6 and all(max(grid[1:], default=1) <= 65535 for grid in grids)
+
+
+# --- which backend runs
+
+
+def test_auto_is_triton_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    for name in ops.BACKENDS:
+        monkeypatch.setitem(ops.BACKENDS, name, lambda *a, name=name: asked.append(name) or ops.loop(*a))
+    run_op("add", {name: x.to(DEVICE) for name, x in op_inputs("add").items()})
+    assert asked == ["triton" if DEVICE == "cuda" else "chunked"]
+
+
+def test_triton_says_what_keeps_it_from_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match=r"'triton' cannot run here: it needs a CUDA device.*on cpu.*'auto'"):
+        run_op("add", op_inputs("add"), backend="triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(ValueError, match="float64"):
+        run_op("add", op_inputs("add", dtype=torch.float64), backend="triton")
+    with pytest.raises(ValueError, match="m up to 128, found 129"):
+        run_op("add", op_inputs("add", m=129), backend="triton")
+    for nothing in (dict(B=0), dict(d=0)):
+        with pytest.raises(ValueError, match="nothing to compute"):
+            run_op("add", op_inputs("add", **nothing), backend="triton")
+        run_op("add", op_inputs("add", **nothing))
+    with pytest.raises(ValueError, match="gated takes 1 gate logits \\(g\\), found 0"):
+        ops.apply("gated", *(op_inputs("add")[name] for name in "qkv"), ())
+    monkeypatch.setattr(device, "TRITON_INSTALLED", False)
+    with pytest.raises(ValueError, match=r"not installed.*fastweights\[gpu\]"):
+        run_op("add", op_inputs("add"), backend="triton")
+
+
+# --- at full size, on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize(("T", "m", "d"), [(1000, 32, 64), (3000, 16, 64), (513, 64, 80), (400, 128, 256)])
+@every_rule
+def test_full_size(rule: str, dtype: torch.dtype, T: int, m: int, d: int) -> None:
+    check(rule, op_flags("mask+reset", 2, T), dtype, T=T, H=3, m=m, d=d)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+@every_rule
+def test_same_bits_twice(rule: str) -> None:
+    inputs = {name: x.to(DEVICE) for name, x in op_inputs(rule, T=2000, H=4, m=32, d=100, dtype=torch.bfloat16).items()}
+    first, second = (run_with_gradients(rule, inputs, backend="triton") for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)

@@ -1,0 +1,148 @@
+"""One token of a window's attention by the Triton kernel, against float64. Where there is no GPU, Triton's interpreter
+runs it (conftest)."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.decode_kernels import DEVICE, needs_triton, numbers
+from helpers.engine import converted
+from helpers.relative_error import assert_close
+from helpers.tiny import tokens
+from torch import Tensor
+
+from fastweights.decode.engine import prefill
+from fastweights.decode.layers import WindowAttention
+from fastweights.decode.model import DecodeModel
+from fastweights.modeling.layer import rotate
+from fastweights.ops.step import WINDOW_TILE, Rotary, can_overlap, has_window_kernel, window_kernel
+
+pytestmark = [needs_triton, pytest.mark.filterwarnings("ignore")]
+# B, S, G, d, w, planes: odd ones, single ones, more queries than a tile's smallest, heads of 64
+SIZES = [(3, 2, 2, 5, 7, 2), (2, 1, 1, 1, 1, 0), (1, 1, 17, 8, 3, 1), (2, 3, 3, 64, 64, 32), (1, 2, 1, 96, 33, 16)]
+DTYPES = [(torch.float32, 2e-6), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)]
+
+
+def case(size: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
+    """Rings that are empty, filling, just full, and have gone round; places that hold no token yet are poisoned."""
+    B, S, G, d, w, planes = size
+    x: dict[str, Any] = dict(
+        keys=numbers(B, S, w, d, seed=1),
+        values=numbers(B, S, w, d, seed=2),
+        positions=torch.tensor([5 * w + 3, 0, w - 1])[:B],
+        q=numbers(B, G * S, d, seed=3),
+        k=numbers(B, S, d, seed=4),
+        v=numbers(B, S, d, seed=5),
+    )
+    x |= {name: tensor.to(dtype) for name, tensor in x.items() if name != "positions"}
+    for row, position in enumerate(x["positions"].tolist()):
+        for name in ("keys", "values"):
+            x[name][row, :, position:] = x[name][row, :, position:] if position >= w else math.nan
+    if planes:
+        angles = numbers(B, planes + 1, seed=6)
+        chosen = torch.stack([torch.randperm(planes + 1)[:planes] for _ in range(S)])
+        x["rotary"] = Rotary(angles.cos(), angles.sin(), chosen)
+    return x
+
+
+def truth(x: dict[str, Any], softcap: float | None, far: Tensor | None, share: Tensor | None) -> dict[str, Tensor]:
+    dtype, (S, w) = x["keys"].dtype, x["keys"].shape[1:3]
+    keys, values, q, k, v = (x[name].double() for name in ("keys", "values", "q", "k", "v"))
+    if "rotary" in x:
+        cos, sin, planes = x["rotary"]
+        q, k = (rotate(t[:, None], cos.double()[:, None], sin.double()[:, None], planes)[:, 0] for t in (q, k))
+    y = torch.zeros_like(q)
+    for b, position in enumerate(x["positions"].tolist()):
+        keys[b, :, position % w], values[b, :, position % w] = k[b].to(dtype).double(), v[b]
+        count = min(position + 1, w)
+        for head in range(q.shape[1]):
+            ring = head // (q.shape[1] // S)
+            logits = keys[b, ring, :count] @ q[b, head]
+            if softcap is not None:
+                logits = softcap * torch.tanh(logits / softcap)
+            y[b, head] = logits.softmax(0) @ values[b, ring, :count]
+    if far is not None and share is not None:
+        y = torch.lerp(far.double(), y, share.double())
+    return dict(y=y, keys=keys, values=values)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES, ids=str)
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_a_windows_step(
+    size: tuple[int, ...], mixed: bool, softcap: float | None, dtype: torch.dtype, tolerance: float
+) -> None:
+    x, heads = case(size, dtype), size[1] * size[2]
+    far = numbers(size[0], heads, size[3], seed=7).to(dtype) if mixed else None
+    share = numbers(heads, 1, seed=8).sigmoid().to(dtype) if mixed else None
+    expected = truth(x, softcap, far, share)
+    rotary = Rotary(*(t.to(DEVICE) for t in x.pop("rotary"))) if "rotary" in x else None
+    x = {name: tensor.to(DEVICE) for name, tensor in x.items()}
+    packed = torch.cat([x[name].flatten(1) for name in ("q", "k", "v")], dim=1)  # as views of one buffer
+    q, k, v = packed.split([x[name][0].numel() for name in ("q", "k", "v")], dim=1)
+    views = (q.unflatten(1, (heads, -1)), k.unflatten(1, (size[1], -1)), v.unflatten(1, (size[1], -1)))
+    y = torch.full_like(x["q"], math.nan)
+    mix = [None if t is None else t.to(DEVICE) for t in (far, share)]
+    window_kernel(x["keys"], x["values"], x["positions"], *views, y, rotary, softcap, *mix)
+    assert_close("y", y.cpu(), expected["y"], tolerance)
+    for name in ("keys", "values"):
+        there = ~expected[name].isnan()
+        assert torch.equal(x[name].cpu().isnan(), ~there), "a place was written that is not the token's"
+        assert_close(name, x[name].cpu()[there], expected[name][there], tolerance)
+
+
+def test_which_windows_a_program_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    assert all(has_window_kernel(width, d, device) for width, d in ((64, 64), (WINDOW_TILE // 64, 64), (1, 1)))
+    assert not any(has_window_kernel(width, d, device) for width, d in ((WINDOW_TILE // 64 + 1, 64), (64, 257)))
+    monkeypatch.setattr("fastweights.ops.step.shared_bytes", lambda _: 99 * 1024)
+    assert has_window_kernel(128, 64, device) and not has_window_kernel(129, 64, device)
+
+
+@pytest.mark.parametrize("settings", [dict(window=3), dict(rule="local", window=5), dict(layers=(0,))], ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma2"])
+def test_a_stepper_with_windows_by_kernels(family: str, settings: dict[str, Any]) -> None:
+    model = converted(family, **{"m": 6} | settings if settings.get("rule") != "local" else settings).to(DEVICE)
+    stepper, text = DecodeModel(model, 2, kernels=True, longest=12), tokens(2, 9).to(DEVICE)
+    windows = [block.window for block in stepper.blocks if block.window is not None]
+    assert all((w if isinstance(w, WindowAttention) else w.window).fused for w in windows) and windows
+    assert not any(window.moves for window in stepper.windows.values())
+    with torch.no_grad():
+        for slot, length in enumerate((2, 4)):
+            stepper.fill(slot, prefill(model, text[slot, :length])[1])
+        for t in range(4):
+            stepper.tokens.copy_(torch.stack([text[0, 2 + t], text[1, 4 + t]]))
+            found = stepper.step().cpu()
+            for slot, length in enumerate((3, 5)):
+                expected = model(text[slot : slot + 1, : length + t]).logits[0, -1].cpu()
+                assert_close("logits", found[slot], expected, 2e-5)
+    assert not any(window.place.any() for window in stepper.windows.values()), "what only torch's way needs is left out"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+def test_the_same_bits_every_time() -> None:
+    x = {name: t.to(DEVICE) for name, t in case((3, 3, 3, 64, 64, 0), torch.bfloat16).items()}
+    found = []
+    for _ in range(50):
+        keys, values, y = x["keys"].clone(), x["values"].clone(), torch.full_like(x["q"], math.nan)
+        window_kernel(keys, values, x["positions"], x["q"], x["k"], x["v"], y, overlap=can_overlap(y.device))
+        found.append(y)
+    assert all(torch.equal(y, found[0]) for y in found)
+
+
+def test_it_compiles_for_a_gpu() -> None:
+    """One that need not be there, for every dtype and the widest tile."""
+    script = Path(__file__).parents[2] / "helpers" / "compile_window.py"
+    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("bytes shared") == 6

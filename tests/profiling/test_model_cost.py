@@ -1,0 +1,276 @@
+"""Costs are those of real caches; where one model becomes cheaper is what a hand would find."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.tiny import pretrained, tokens
+
+from fastweights.config import ConfigError, FastWeightsConfig
+from fastweights.conversion import convert
+from fastweights.modeling.description import describe
+from fastweights.profiling import model_cost as profiling
+from fastweights.profiling.model_cost import STRETCHED, cheaper_from, decode_cost, stretched
+from fastweights.report.cost import cost_panel
+from fastweights.report.results import Result
+
+Points = list[dict[str, Any]]
+
+
+def converted(family: str, **settings: Any) -> Any:
+    return convert(pretrained(family), FastWeightsConfig(**dict(m=8) | settings))
+
+
+def cost(models: dict[str, Any], lengths: tuple[int, ...], **options: Any) -> dict[str, Any]:
+    return decode_cost(models, lengths, timed_tokens=2, progress=False, **options)
+
+
+def points_of(result: dict[str, Any], name: str) -> Points:
+    return next(entry["points"] for entry in result["models"] if entry["name"] == name)
+
+
+def curve(*pairs: tuple[int, float]) -> Points:
+    return [{"length": length, "seconds": value} for length, value in pairs]
+
+
+def test_bytes_are_the_state_and_the_keys_and_values() -> None:
+    base, decay = pretrained("llama"), converted("llama", window=5)
+    result = cost({"base": base, "decay": decay}, (20, 10))
+    config = base.config
+    token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+    assert [(p["length"], p["bytes"]) for p in points_of(result, "base")] == [
+        (10, 10 * token_bytes),
+        (20, 20 * token_bytes),
+    ]
+    with torch.no_grad():
+        cache = decay(tokens(1, 20), use_cache=True).past_key_values
+    assert {p["bytes"] for p in points_of(result, "decay")} == {cache.nbytes} == {describe(decay).state_bytes}
+    assert all(p["seconds"] > 0 for name in ("base", "decay") for p in points_of(result, name))
+
+
+def test_a_hybrid_keeps_both() -> None:
+    hybrid = converted("gpt2", layers=(1,))
+    result = cost({"hybrid": hybrid}, (10,))
+    [point] = points_of(result, "hybrid")
+    assert result["models"][0]["how"] == "engine"
+    assert point["bytes"] == describe(hybrid).state_bytes + 10 * 2 * 32 * 4
+
+
+def test_a_long_text_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastweights.profiling.model_cost.PIECE", 8)
+    base = pretrained("llama")
+    read: list[int] = []
+    base.register_forward_pre_hook(lambda _, args: read.append(args[0].shape[1]))
+    whole = points_of(cost({"base": base}, (20,)), "base")
+    assert read == [8, 8, 4, 1, 1, 1]
+    monkeypatch.undo()
+    assert points_of(cost({"base": pretrained("llama")}, (20,)), "base")[0]["bytes"] == whole[0]["bytes"]
+
+
+def test_models_take_turns() -> None:
+    models = {"a": pretrained("llama"), "b": pretrained("gpt2")}  # both by their own forward
+    turns: list[str] = []
+    for name, model in models.items():
+        model.register_forward_pre_hook(lambda _, args, name=name: turns.append(name))
+    cost(models, (10,))
+    assert turns == ["a", "b"] * 4  # the text, the token for warming up, two timed ones
+
+
+def test_the_result_says_what_it_is() -> None:
+    result = cost({"base": pretrained("llama"), "decay": converted("llama")}, (1, 2, 400))
+    assert (result["kind"], result["seed"], result["tokens"]) == ("cost", 0, 2)
+    assert [entry["converted"] for entry in result["models"]] == [False, True]
+    # 256 bytes of keys and values a token, a state of 2048 bytes: smaller from the ninth token on
+    assert result["cheaper_from"]["bytes"] == 9
+    assert result["models"][1]["cheaper_from"] == result["cheaper_from"]
+    assert cost({"decay": converted("llama")}, (2,))["cheaper_from"] == dict.fromkeys(profiling.COMPARED)
+
+
+def test_a_circle_marks_where_the_peak_is_smaller() -> None:
+    result = cost({"base": pretrained("llama"), "decay": converted("llama")}, (1, 400))
+    start = cheaper_from(points_of(result, "base"), points_of(result, "decay"), "peak_bytes")
+    assert start is not None and 1 < start < 400
+    assert result["cheaper_from"]["peak_bytes"] == result["models"][1]["cheaper_from"]["peak_bytes"] == start
+    [(length, _)] = cost_panel(Result("", result), "peak_bytes").circles
+    assert length == start
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])  # the second has masks
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "gemma3_text", "gpt_neox", "opt"])
+def test_the_step_with_a_static_cache_is_the_models_own(family: str, implementation: str) -> None:
+    model, ids = pretrained(family), tokens(2, 21)  # windows of 7 in two of them
+    model.set_attn_implementation(implementation)
+    with torch.no_grad():
+        expected = model(ids).logits[:, -1]
+        cache = model(ids[:, :20], use_cache=True).past_key_values
+        step = profiling._forward_step(model, cache, ids[:, 20:])
+        for _ in range(2):  # the same place again
+            torch.testing.assert_close(step(), expected)
+    assert model.config._attn_implementation == implementation
+
+
+@pytest.mark.parametrize("layers", [None, (0,)], ids=["all", "hybrid"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_the_step_of_the_engine_is_the_models_own(family: str, layers: tuple[int, ...] | None) -> None:
+    model, ids = converted(family, window=5, layers=layers), tokens(2, 21)
+    with torch.no_grad():
+        expected = model(ids).logits[:, -1]
+        cache = model(ids[:, :20], use_cache=True).past_key_values
+        found = profiling._engine_step(profiling.make_decode_model(model, 2, longest=21), cache, ids[:, 20:])()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_step_makes_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks: list[Any] = []
+    attention = profiling.sdpa_attention_forward
+
+    def noted(module: Any, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> Any:
+        masks.append(mask)
+        return attention(module, q, k, v, mask, **options)
+
+    monkeypatch.setitem(profiling.AttentionInterface._global_mapping, profiling.UNMASKED, noted)
+    monkeypatch.setattr("transformers.utils.import_utils.is_cuda_stream_capturing", lambda: True)
+    cost({"base": pretrained("llama")}, (10,))
+    assert masks == [None] * 2 * 3  # two layers; the token for warming up, two timed ones
+
+
+def test_the_peak_is_what_is_kept_and_what_a_token_needs() -> None:
+    models = {"base": pretrained("llama"), "decay": converted("llama", window=5)}
+    for entry in cost(models, (10, 200))["models"]:
+        needs = [point["peak_bytes"] - point["bytes"] for point in entry["points"]]
+        # a cache that grows by copying would need as much again as it keeps
+        assert 0 < needs[0] <= needs[1] < 2 * needs[0]
+        assert entry["how"] == ("engine" if entry["converted"] else "eager")
+
+
+def test_texts_side_by_side() -> None:
+    models = {"base": pretrained("llama"), "decay": converted("llama")}
+    one, three = (cost(models, (10,), batch=batch) for batch in (1, 3))
+    assert three["batch"] == 3
+    for name in models:
+        [alone], [together] = points_of(one, name), points_of(three, name)
+        assert together["bytes"] == 3 * alone["bytes"]
+
+
+def test_the_text_is_random(monkeypatch: pytest.MonkeyPatch) -> None:
+    base, read = pretrained("llama"), []
+    base.register_forward_pre_hook(lambda _, args: read.append(args[0]))
+    cost({"base": base}, (40,))
+    assert len(read[0].unique()) > 10
+
+
+def test_a_length_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = profiling._cache_after
+
+    def full(model: Any, length: int, batch: int) -> Any:
+        if length > 10 and model is base:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nSee")
+        return read(model, length, batch)
+
+    base = pretrained("llama")
+    monkeypatch.setattr(profiling, "_cache_after", full)
+    result = cost({"base": base, "decay": converted("llama")}, (10, 20))
+    assert [p["length"] for p in points_of(result, "base")] == [10]
+    assert result["models"][0]["left_out"] == [
+        {"length": 20, "reason": "out of memory: CUDA out of memory. Tried to allocate 9 GiB."}
+    ]
+    assert [p["length"] for p in points_of(result, "decay")] == [10, 20]
+
+
+def test_memory_of_a_cpu_is_asked_for_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 10_000}))
+    models = {"base": pretrained("llama"), "decay": converted("llama"), "hybrid": converted("llama", layers=(1,))}
+    base, decay, hybrid = cost(models, (10, 30, 400))["models"]
+    # 256 bytes a token, of which the hybrid keeps half beside a state of 1024, three times while its engine is filled
+    assert [p["length"] for p in base["points"]] == [10, 30]
+    assert base["left_out"] == [
+        {"length": 400, "reason": "out of memory: 102.7 kB are needed and 10.0 kB are free"},
+    ]
+    assert [p["length"] for p in decay["points"]] == [10, 30, 400] and "left_out" not in decay
+    assert [p["length"] for p in hybrid["points"]] == [10]
+    assert hybrid["left_out"][0]["reason"] == "out of memory: 15.0 kB are needed and 10.0 kB are free"
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "gemma3_text"])  # the last two have windows of 7
+def test_the_memory_asked_for_is_what_is_kept(family: str) -> None:
+    hybrid, base = converted(family, window=5, layers=(0,)), pretrained(family)
+    for model, copies in ((base, 1), (hybrid, 3)):
+        with torch.no_grad():
+            kept = profiling.kept_bytes(profiling._cache_after(model, 21, batch=2))
+        assert profiling._needed_bytes(model, 20, batch=2) == copies * kept
+
+
+def test_training_mode_comes_back() -> None:
+    base, decay = pretrained("gpt2").train(), converted("gpt2")
+    cost({"base": base, "decay": decay}, (4,))
+    assert base.training and not decay.training
+    assert base.transformer.h[0].training
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_lengths_past_a_position_table_are_left_out_or_stretched(family: str) -> None:
+    models = {"base": pretrained(family), "decay": converted(family), "clamp": converted(family, positions="clamp")}
+    result = cost(models, (90, 120))  # the tables have 96 rows
+    assert [[p["length"] for p in points_of(result, name)] for name in models] == [[90], [90], [90, 120]]
+    assert result["models"][0]["left_out"] == [{"length": 120, "reason": "the position table ends at 96"}]
+    result = cost(models, (90, 250), stretch_positions=True)
+    assert [[p["length"] for p in points_of(result, name)] for name in models] == [[90, 250]] * 3
+    assert [entry.get("positions") for entry in result["models"]] == [STRETCHED, STRETCHED, None]
+    short, long = (p["bytes"] for p in points_of(result, "base"))
+    assert long * 90 == short * 250
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_a_stretched_model_is_the_model_within_its_table(family: str) -> None:
+    model = pretrained(family)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    twin = stretched(model, 300)
+    ids = tokens(1, 60)
+    with torch.no_grad():
+        torch.testing.assert_close(twin(ids).logits, model(ids).logits)
+    assert model.config.max_position_embeddings == 96 and twin.config.max_position_embeddings == 300
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    shared = {id(p) for p in model.parameters()} & {id(p) for p in twin.parameters()}
+    assert len(shared) == len(list(model.parameters())) - 1  # all but the table
+    assert stretched(model, 96) is model
+
+
+def test_what_cannot_be_measured_is_refused() -> None:
+    base = pretrained("gpt2")
+    with pytest.raises(ConfigError, match=r"base has fewer learned positions than the 201 .* stretch_positions=True"):
+        cost({"base": base}, (200, 300))
+    with pytest.raises(ConfigError, match="found none"):
+        cost({}, (10,))
+    for lengths in ((), (0, 4)):
+        with pytest.raises(ConfigError, match="lengths must be"):
+            cost({"base": base}, lengths)
+    with pytest.raises(ConfigError, match="timed_tokens must be at least 1, found 0"):
+        decode_cost({"base": base}, (4,), timed_tokens=0)
+    with pytest.raises(ConfigError, match="batch must be at least 1, found 0"):
+        cost({"base": base}, (4,), batch=0)
+
+
+@pytest.mark.parametrize(
+    ("base", "decay", "expected"),
+    [
+        # base grows by 1 from 0 a token, decay is flat at 15: equal at 15, less from 16 on
+        (curve((10, 10), (20, 20), (30, 30)), curve((10, 15), (20, 15), (30, 15)), 16),
+        # the crossing lies between two tokens
+        (curve((10, 10), (20, 20)), curve((10, 14.5), (20, 14.5)), 15),
+        (curve((10, 10), (20, 20)), curve((10, 5), (20, 5)), 10),
+        (curve((10, 10), (20, 20)), curve((10, 25), (20, 25)), None),
+        # less, then more again: only what lasts counts
+        (curve((10, 10), (20, 20), (30, 30), (40, 40)), curve((10, 5), (20, 5), (30, 35), (40, 35)), 36),
+        (curve((10, 10), (20, 20)), curve((10, 5), (20, 20)), None),
+        # equal at a measured length
+        (curve((10, 10), (20, 20)), curve((10, 10), (20, 10)), 11),
+        # measured at different lengths: only those in common count, in whatever order
+        (curve((20, 20), (10, 10)), curve((30, 1), (20, 15), (10, 15), (5, 1)), 16),
+        (curve((10, 10)), curve((20, 5)), None),
+        ([], [], None),
+    ],
+)
+def test_cheaper_from(base: Points, decay: Points, expected: int | None) -> None:
+    assert cheaper_from(base, decay, "seconds") == expected

@@ -1,0 +1,288 @@
+"""Runs that end badly: divergence, a full disk. What was saved before stays whole, and the message says so."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from helpers.cli import run, tokenizer
+from helpers.tiny import pretrained
+from helpers.training import (
+    CHAIN,
+    FINETUNE,
+    STEP,
+    CrashingDisplay,
+    Files,
+    assert_same_run,
+    command,
+    crash_after,
+    log_of,
+    make_recipe,
+    make_train_config,
+    resume_in,
+    save_converted,
+    train_in,
+    training_files,
+    weights_of,
+)
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM
+
+from fastweights.training import checkpoint
+from fastweights.training.trainer import Diverged, TrainConfig, TrainingError, resume, train
+from fastweights.utils.progress import Display
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Files]:
+    with training_files(tmp_path_factory.mktemp("failures")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def task(files: Files) -> TrainConfig:
+    """Checkpoints after steps 3, 6, 9 and 12, and nowhere else."""
+    return make_train_config(files, make_recipe(validate_every=100))
+
+
+@pytest.fixture(scope="module")
+def chain(files: Files, task: TrainConfig) -> Path:
+    """The run that nothing happened to."""
+    train_in(files.folder / "chain", task)
+    return files.folder / "chain"
+
+
+def diverged(folder: Path, task: Any) -> dict[str, Any]:
+    with pytest.raises(Diverged, match=r"recorded in .*result\.json"):
+        train_in(folder, task)
+    result = json.loads((folder / "result.json").read_text())
+    assert result["finished"] is False and set(result["diverged"]) == {"step", "stage", "reason"}
+    return result
+
+
+def test_a_learning_rate_without_measure(files: Files, tmp_path: Path) -> None:
+    """The checkpoint from before is still there, and finite."""
+    wild = dict(loss="finetune", tokens=50 * STEP, learning_rate=1e30, warmup=0)
+    result = diverged(tmp_path / "run", make_train_config(files, make_recipe((CHAIN[0], wild))))
+    assert result["diverged"]["stage"] == 1 and result["diverged"]["step"] >= 6
+    assert "loss" in result["diverged"]["reason"]
+    assert all(torch.isfinite(tensor).all() for tensor in weights_of(tmp_path / "run" / "last").values())
+    assert result["best"]["step"] in (4, 6) and (tmp_path / "run" / "best").readlink().name[-1] in "46"
+
+
+def test_a_run_that_diverges_on_the_command_line(files: Files, tmp_path: Path) -> None:
+    wild = make_recipe((dict(loss="finetune", tokens=9 * STEP, learning_rate=1e30, warmup=0),))
+    result = run(*command(files, tmp_path / "run", wild))
+    assert result.exit_code == 3 and "result.json" in result.stderr
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["diverged"]
+
+
+def test_weights_that_are_not_numbers(files: Files, tmp_path: Path) -> None:
+    student = save_converted(tmp_path / "student", files.base)
+    model = AutoModelForCausalLM.from_pretrained(student)
+    model.transformer.ln_f.weight.data[3] = float("nan")
+    model.save_pretrained(student)
+    result = diverged(tmp_path / "run", make_train_config(files, make_recipe(CHAIN[1:]), model=str(student)))
+    assert result["diverged"] == {
+        "step": 0,
+        "stage": 0,
+        "reason": "step 1: the loss is nan, the norm of its gradient nan",
+    }
+    assert result["validation"] == [] and result["best"] is None
+
+
+def test_a_validation_that_is_not_a_number(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastweights.training.run.Run.validation_loss", lambda *_: float("inf"))
+    result = diverged(tmp_path / "run", make_train_config(files, make_recipe(FINETUNE)))
+    assert result["diverged"]["reason"] == "step 4: the validation loss is inf"
+    assert (tmp_path / "run" / "last").readlink().name == "0-0000003"
+
+
+def test_a_loss_that_stays_high_ends_the_run(files: Files, tmp_path: Path) -> None:
+    """Steps as long as the learning rate soon leave the loss far above where it started."""
+    wild = dict(loss="finetune", tokens=50 * STEP, learning_rate=0.3, warmup=0)
+    task = make_train_config(files, make_recipe((wild,), diverged_above=0.5, diverged_for=5))
+    result = diverged(tmp_path / "run", task)
+    assert "for 5 steps" in result["diverged"]["reason"] and result["diverged"]["step"] < 20
+    with pytest.raises(Diverged, match="for 5 steps"):
+        resume_in(tmp_path / "run")
+
+
+def no_room(*_: Any, **__: Any) -> Any:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def no_room_for_half(write: Callable[..., Any]) -> Callable[..., Any]:
+    """A file that was begun, and an error as the safetensors library words it."""
+
+    def fail(tensors: Any, path: Any, *_: Any, **__: Any) -> None:
+        write(tensors, path)
+        os.truncate(path, os.path.getsize(path) // 2)
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    return fail
+
+
+def no_room_for_tokenizer(*_: Any, **__: Any) -> None:
+    raise Exception("No space left on device (os error 28)")
+
+
+FULL: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "model": lambda patch: patch.setattr(
+        transformers.modeling_utils, "safe_save_file", no_room_for_half(transformers.modeling_utils.safe_save_file)
+    ),
+    "tokenizer": lambda patch: patch.setattr(
+        transformers.PreTrainedTokenizerFast, "save_pretrained", no_room_for_tokenizer
+    ),
+    "optimizer": lambda patch: patch.setattr(checkpoint, "save_file", no_room_for_half(checkpoint.save_file)),
+    "progress": lambda patch: patch.setattr(checkpoint, "write_json", no_room),
+}
+
+
+@pytest.mark.parametrize("what", FULL)
+def test_a_disk_that_fills_up_costs_one_checkpoint(
+    task: TrainConfig, chain: Path, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first checkpoint is that of step 3; there is no room for the one of step 6, a stage's last."""
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patched, pytest.raises(TrainingError) as failure:
+        train(task, folder, display=CrashingDisplay(4, then=lambda: FULL[what](patched)))
+    said = str(failure.value)
+    assert said.startswith(f"cannot write the checkpoint {folder / 'checkpoints' / '1-0000006'}: ")
+    assert "No space left on device" in said
+    assert said.endswith(f"the checkpoint of step 3 is whole: make room, then fastweights train --resume {folder}")
+    assert os.listdir(folder / "checkpoints") == ["0-0000003"] and (folder / "last").readlink().name == "0-0000003"
+    assert AutoModelForCausalLM.from_pretrained(folder / "last")
+    resume_in(folder)
+    assert_same_run(folder, chain)
+
+
+@pytest.mark.parametrize("after", [1, 4])
+def test_a_disk_too_full_for_the_log(task: TrainConfig, chain: Path, tmp_path: Path, after: int) -> None:
+    """/dev/full has no room for anything."""
+    folder = tmp_path / "run"
+    log, kept = folder / "log.jsonl", folder / "kept"
+
+    def fill() -> None:
+        log.rename(kept)
+        log.symlink_to("/dev/full")
+
+    with pytest.raises(TrainingError) as failure:
+        train(task, folder, display=CrashingDisplay(after, then=fill))
+    whole = "the checkpoint of step 3 is whole" if after == 4 else "no checkpoint was written yet"
+    assert re.match(rf"{re.escape(str(log))}: No space left on device; {whole}: make room", str(failure.value))
+    assert f"fastweights train --resume {folder}" in str(failure.value)
+    kept.replace(log)
+    resume_in(folder)
+    assert_same_run(folder, chain)
+
+
+def test_a_disk_too_full_for_the_result(
+    task: TrainConfig, chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patched, pytest.raises(TrainingError, match=r"checkpoint of step 12 is whole"):
+        patched.setattr("fastweights.training.trainer.write_result", no_room)
+        train_in(folder, task)
+    assert not (folder / "result.json").exists()
+    resume_in(folder)
+    assert_same_run(folder, chain)
+    assert json.loads((folder / "result.json").read_text())["finished"]
+
+
+def test_a_disk_too_full_to_begin_or_go_on(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "run"
+    task = make_train_config(files, make_recipe(FINETUNE))
+    with monkeypatch.context() as patched, pytest.raises(TrainingError, match="choose another output folder"):
+        patched.setattr(Path, "replace", no_room)
+        train_in(folder, task)
+    assert os.listdir(folder) == []
+    crash_after(folder, task, 4)
+    with monkeypatch.context() as patched, pytest.raises(TrainingError, match="step 3 is whole: make room"):
+        patched.setattr(Path, "replace", no_room)
+        resume_in(folder)
+    resume_in(folder)
+
+
+def test_another_text_is_not_gone_on_with(files: Files, task: TrainConfig, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(files.data.read_text())
+    crash_after(tmp_path / "run", make_train_config(files, make_recipe(), data=str(text)), 5)
+    text.write_text(files.data.read_text().replace("cat", "cow"))
+    with pytest.raises(TrainingError, match=r"--data .*text\.txt is not the text that the run in .*run was begun with"):
+        resume_in(tmp_path / "run")
+    text.write_text(files.validation.read_text())
+    crash_after(tmp_path / "again", make_train_config(files, make_recipe(), validation=str(text)), 5)
+    text.write_text(files.validation.read_text().replace("cat", "cow"))
+    with pytest.raises(TrainingError, match=r"--validation .*text\.txt is not the text that the run in .*again was"):
+        resume_in(tmp_path / "again")
+
+
+def test_a_best_checkpoint_that_becomes_the_last_is_whole(tmp_path: Path) -> None:
+    """Killed between its links, then let go of as one that nothing goes on from: it is written once more."""
+    model, run_folder = pretrained("gpt2"), tmp_path / "run"
+    weights, training = checkpoint.model_weights(model), {"moment": torch.ones(3)}
+    saved = [checkpoint.Progress(step=step, best={"step": step}) for step in (6, 5, 6)]
+    for progress in saved[:2]:
+        checkpoint.write_checkpoint(run_folder, model, weights, tokenizer(), training, progress)
+    target = run_folder / "checkpoints" / "0-0000006"
+    shutil.copytree(run_folder / "checkpoints" / "0-0000005", target)
+    (target / checkpoint.TRAINING).unlink()
+    checkpoint.write_checkpoint(run_folder, model, weights, tokenizer(), training, saved[2])
+    assert (run_folder / "last").resolve() == target
+    assert checkpoint.read_training(run_folder / "last").keys() == training.keys()
+
+
+def test_nothing_is_left_to_train_with_lora(files: Files, tmp_path: Path) -> None:
+    stages = (dict(loss="distill", tokens=STEP, learning_rate=0.0, body_learning_rate=1e-3),)
+    task = make_train_config(files, make_recipe(stages, lora=2))
+    with pytest.raises(ValueError, match="the stage distill trains nothing: with --lora"):
+        train_in(tmp_path / "run", task)
+
+
+def test_a_run_goes_on_with_another_share_of_the_memory(files: Files, tmp_path: Path) -> None:
+    task, shares = make_train_config(files, make_recipe(FINETUNE), memory_share=1.0), []
+    crash_after(tmp_path / "run", task, 2)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("fastweights.training.trainer._go", lambda found: shares.append(found.task.memory_share))
+        for share in (None, 0.25):
+            resume(tmp_path / "run", display=Display(enabled=False), memory_share=share)
+    assert shares == [1.0, 0.25]
+
+
+def test_a_loss_knows_its_share_of_the_memory(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(trainee: Any, *_: Any) -> Any:
+        assert trainee.text.memory_share == trainee.aim.memory_share == 0.25
+        raise torch.OutOfMemoryError("seen")
+
+    monkeypatch.setattr("fastweights.training.losses.StageLoss.forward", refuse)
+    task = make_train_config(files, make_recipe(FINETUNE), validation=None, memory_share=0.25)
+    with pytest.raises(TrainingError, match="seen"):
+        train_in(tmp_path / "run", task)
+
+
+def test_a_run_copied_without_its_links_goes_on(files: Files, task: TrainConfig, chain: Path, tmp_path: Path) -> None:
+    crash_after(tmp_path / "run", task, 8)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    assert not (tmp_path / "copy" / "last").is_symlink()
+    resume_in(tmp_path / "copy")
+    assert log_of(tmp_path / "copy") == log_of(chain)
+    assert (tmp_path / "copy" / "last").readlink() == (chain / "last").readlink()
+
+
+def test_too_little_memory_names_the_flag(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+
+    monkeypatch.setattr("fastweights.training.losses.StageLoss.forward", refuse)
+    with pytest.raises(TrainingError, match=r"out of memory: take fewer sequences at once \(--micro-batch\)"):
+        train_in(tmp_path / "run", make_train_config(files, make_recipe(FINETUNE), validation=None))

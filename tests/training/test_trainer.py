@@ -1,0 +1,433 @@
+"""Training runs, in this process: a run that crashed and was resumed is the run that did not, to the last bit."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
+from helpers.cli import tokenizer
+from helpers.tiny import pretrained
+from helpers.training import (
+    CHAIN,
+    FINETUNE,
+    STEP,
+    Files,
+    assert_same_run,
+    crash_after,
+    log_of,
+    losses_of,
+    make_recipe,
+    make_train_config,
+    resume_in,
+    save_base,
+    save_converted,
+    train_in,
+    training_files,
+    weights_of,
+)
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
+from fastweights.data.batches import validation_rows
+from fastweights.data.token_files import prepare
+from fastweights.modeling.classes import FastWeightsMixin
+from fastweights.modeling.layer import FastWeightsAttention
+from fastweights.training import checkpoint
+from fastweights.training.losses import StageLoss
+from fastweights.training.recipe import Stage
+from fastweights.training.run import Run
+from fastweights.training.trainer import train
+from fastweights.utils.progress import Display
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Files]:
+    with training_files(tmp_path_factory.mktemp("train")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def chain(files: Files) -> Path:
+    """The run that others are compared with: attention transfer, then distilling."""
+    folder = files.folder / "chain"
+    result = train_in(folder, make_train_config(files))
+    assert result["finished"] and result["diverged"] is None
+    return folder
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in log_of(folder).splitlines()]
+
+
+def assert_same_losses(found: Path, expected: Path, tolerance: float) -> None:
+    assert losses_of(found) == pytest.approx(losses_of(expected), rel=tolerance)
+
+
+def test_what_a_run_leaves_behind(files: Files, chain: Path) -> None:
+    assert sorted(os.listdir(chain)) == ["best", "checkpoints", "last", "log.jsonl", "result.json", "run.json"]
+    assert set(os.listdir(chain / "checkpoints")) == {(chain / name).readlink().name for name in ("best", "last")}
+    result = json.loads((chain / "result.json").read_text())
+    steps = [line for line in lines(chain) if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, 13))
+    assert [line["stage"] for line in steps] == [0] * 6 + [1] * 6
+    assert [line["tokens"] for line in steps] == [STEP * n for n in range(1, 13)]
+    assert result["curve"] == [{k: line[k] for k in ("step", "tokens", "stage", "loss")} for line in steps]
+    assert result["tokens"] == 12 * STEP and result["processes"] == 1 and result["base"]["name"] == "base"
+    assert [stage["steps"] for stage in result["stages"]] == [6, 6]
+    assert result["model"]["name"] == "converted" and result["data"]["name"] == "text.txt"
+    assert sum(stage["seconds"] for stage in result["stages"]) < result["seconds"]
+
+
+def test_validations_come_at_the_start_in_between_and_at_the_end_of_a_stage(chain: Path) -> None:
+    result = json.loads((chain / "result.json").read_text())
+    assert [found["step"] for found in result["validation"]] == [0, 4, 6, 10, 12]
+    logged = [line["validation_loss"] for line in lines(chain) if "validation_loss" in line]
+    assert logged == [found["loss"] for found in result["validation"]]
+    assert result["last"] == result["validation"][-1]
+
+
+def test_best_and_last_are_what_they_say(files: Files, chain: Path) -> None:
+    """The best validation is a checkpoint, whenever it falls; either is an ordinary model with the loss in the log."""
+    result = json.loads((chain / "result.json").read_text())
+    assert result["best"] == min(result["validation"][1:], key=lambda found: found["loss"])
+    assert result["best"]["step"] not in (6, 12)  # else this would not tell validations from other checkpoints
+    for name in ("best", "last"):
+        assert int((chain / name).readlink().name.split("-")[1]) == result[name]["step"]
+        model = AutoModelForCausalLM.from_pretrained(chain / name)
+        assert isinstance(model, FastWeightsMixin)
+        assert validation_loss(files, model) == pytest.approx(result[name]["loss"], rel=1e-6)
+
+
+@torch.no_grad()
+def validation_loss(files: Files, model: Any) -> float:
+    rows = validation_rows(prepare(files.validation, tokenizer(), progress=False), 32, 4 * 32)
+    total = StageLoss(model.eval(), None, Stage())(rows)
+    return float(total) / int((rows["labels"][:, 1:] != -100).sum())
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_processes_share_the_validation(files: Files, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are counted once, and every process runs the model equally often, as sharded models must be."""
+    monkeypatch.setattr("fastweights.training.run.VALIDATION_BATCH_TOKENS", 32)
+    rows = validation_rows(prepare(files.validation, tokenizer(), progress=False), 32, 4 * 32)
+    runs, sums = [], torch.zeros(2, dtype=torch.float64)
+
+    def reduce(own: torch.Tensor, _how: str) -> torch.Tensor:
+        sums.add_(own)
+        return own.clamp(min=1)
+
+    for rank in range(world):
+        scored: list[float] = []
+        process: Any = SimpleNamespace(validation=rows, recipe=make_recipe(), world=world, rank=rank, device="cpu")
+        process.accelerator = SimpleNamespace(reduce=reduce)
+        process.autocast, process.on_device = nullcontext, lambda part: part
+        Run.validation_loss(process, lambda part, seen=scored: seen.append(1.0) or part["input_ids"].sum())
+        runs.append(len(scored))
+    assert runs == [-(-4 // world)] * world
+    assert sums.tolist() == [float(rows["input_ids"].sum()), float((rows["labels"][:, 1:] != -100).sum())]
+
+
+def test_tied_embeddings_are_saved_once(chain: Path, files: Files) -> None:
+    assert weights_of(chain / "last").keys() == weights_of(files.converted).keys()
+    assert "lm_head.weight" not in weights_of(chain / "last")
+
+
+def test_losses_go_down(chain: Path) -> None:
+    losses = losses_of(chain)
+    assert losses[5] < 0.6 * losses[0] and losses[11] < 0.6 * losses[6]
+
+
+def test_the_seed_is_the_order(files: Files, chain: Path, tmp_path: Path) -> None:
+    train_in(tmp_path / "again", make_train_config(files))
+    assert_same_run(tmp_path / "again", chain)
+    train_in(tmp_path / "other", make_train_config(files, make_recipe(seed=1)))
+    assert losses_of(tmp_path / "other")[0] != losses_of(chain)[0]
+
+
+@pytest.mark.parametrize("after", [2, 4, 6, 7, 11])
+def test_a_crashed_run_goes_on_as_if_nothing_was(files: Files, chain: Path, tmp_path: Path, after: int) -> None:
+    """Before the first checkpoint (3), after it, after the last step of a stage, in the next one."""
+    crash_after(tmp_path / "run", make_train_config(files), after)
+    result = resume_in(tmp_path / "run")
+    assert_same_run(tmp_path / "run", chain)
+    expected = json.loads((chain / "result.json").read_text())
+    assert result["validation"] == expected["validation"] and result["curve"] == expected["curve"]
+
+
+def test_a_finished_run_has_nothing_to_go_on_with(files: Files, chain: Path) -> None:
+    before, result = log_of(chain), json.loads((chain / "result.json").read_text())
+    again = resume_in(chain)
+    assert log_of(chain) == before and {name: result[name] for name in again} == again
+
+
+def test_a_half_written_line_of_the_log_is_written_again(files: Files, chain: Path, tmp_path: Path) -> None:
+    crash_after(tmp_path / "run", make_train_config(files), 5)
+    with (tmp_path / "run" / "log.jsonl").open("a") as log:
+        log.write('{"step": 6, "sta')
+    resume_in(tmp_path / "run")
+    assert_same_run(tmp_path / "run", chain)
+
+
+@pytest.mark.parametrize("stopped_at", ["best", "last"])
+def test_a_run_killed_between_its_two_links(
+    files: Files, chain: Path, tmp_path: Path, stopped_at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = checkpoint.link
+
+    def stop(folder: Path, name: str, target: Path) -> None:
+        if name == stopped_at and target.name == {"best": "0-0000004", "last": "1-0000006"}[name]:
+            raise KeyboardInterrupt
+        link(folder, name, target)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(checkpoint, "link", stop)
+        train_in(tmp_path / "run", make_train_config(files))
+    resume_in(tmp_path / "run")
+    assert_same_run(tmp_path / "run", chain)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [dict(micro_batch=1), dict(micro_batch=3), dict(gradient_checkpointing=True)],
+    ids=["micro-batches of 1", "micro-batches of 3", "gradient checkpointing"],
+)
+def test_ways_to_save_memory_change_nothing(files: Files, chain: Path, tmp_path: Path, settings: Any) -> None:
+    train_in(tmp_path / "run", make_train_config(files, make_recipe(**settings)))
+    assert_same_losses(tmp_path / "run", chain, 1e-5)
+
+
+def test_gradient_checkpointing_recomputes(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[bool] = []
+    forward = FastWeightsAttention.forward
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(self.training)
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(FastWeightsAttention, "forward", counted)
+    frozen = dict(loss="distill", tokens=STEP, body_learning_rate=0)
+    recipe = make_recipe((dict(CHAIN[0], tokens=STEP), frozen), gradient_checkpointing=True)
+    train_in(tmp_path / "run", make_train_config(files, recipe, validation=None))
+    assert len(calls) == 2 * 2 * 2, "two layers, forwards and again backwards, in both stages"
+
+
+def changed(before: Path, after: Path) -> dict[str, float]:
+    """How far each tensor moved at most."""
+    old, new = weights_of(before), weights_of(after)
+    return {name: float((new[name] - old[name]).abs().max()) for name in old if not torch.equal(new[name], old[name])}
+
+
+def test_transfer_trains_the_new_attention_alone(files: Files, tmp_path: Path) -> None:
+    train_in(tmp_path / "run", make_train_config(files, make_recipe(CHAIN[:1])))
+    moved = changed(files.converted, tmp_path / "run" / "last")
+    assert moved and all(".attn." in name for name in moved)
+    assert not [name for name in moved if name.endswith(("key_scale", "planes"))]
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e-4])
+def test_the_body_has_a_rate_of_its_own(files: Files, tmp_path: Path, rate: float) -> None:
+    """Adam's first step is as long as the learning rate."""
+    stage = dict(loss="distill", tokens=STEP, learning_rate=1e-3, body_learning_rate=rate, warmup=0)
+    train_in(tmp_path / "run", make_train_config(files, make_recipe((stage,))))
+    moved = changed(files.converted, tmp_path / "run" / "last")
+    body = {name: size for name, size in moved.items() if ".attn." not in name}
+    assert max(size for name, size in moved.items() if name not in body) == pytest.approx(1e-3, rel=1e-2)
+    assert (max(body.values()) == pytest.approx(1e-4, rel=1e-2)) if rate else not body
+
+
+def test_the_teacher_is_the_base_or_who_is_named(files: Files, chain: Path, tmp_path: Path) -> None:
+    train_in(tmp_path / "named", make_train_config(files, teacher=str(files.base)))
+    assert_same_run(tmp_path / "named", chain)
+    other = save_base(tmp_path / "other")
+    model = AutoModelForCausalLM.from_pretrained(other)
+    model.lm_head.weight.data *= 1.1
+    model.save_pretrained(other)
+    train_in(tmp_path / "another", make_train_config(files, teacher=str(other)))
+    assert losses_of(tmp_path / "another")[6] != losses_of(chain)[6]
+
+
+def test_finetuning_needs_no_teacher(files: Files, tmp_path: Path) -> None:
+    result = train_in(tmp_path / "run", make_train_config(files, make_recipe(FINETUNE)))
+    assert result["base"] is None and len(losses_of(tmp_path / "run")) == 6
+    assert train_in(tmp_path / "named", make_train_config(files, make_recipe(FINETUNE), teacher=str(files.base)))[
+        "base"
+    ]
+
+
+def test_an_unconverted_model_can_be_finetuned(files: Files, tmp_path: Path) -> None:
+    task = make_train_config(files, make_recipe(FINETUNE), model=str(files.base))
+    crash_after(tmp_path / "run", task, 4)
+    assert resume_in(tmp_path / "run")["model"]["settings"] is None
+    losses = losses_of(tmp_path / "run")
+    assert losses[-1] < losses[0] and len(losses) == 6
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "last")) is type(pretrained("gpt2"))
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"), [("llama", dict(layers=(1,), window=4)), ("opt", {}), ("gemma3_text", {})]
+)
+def test_other_families_and_hybrids(files: Files, tmp_path: Path, family: str, settings: Any) -> None:
+    base = save_base(tmp_path / "base", family)
+    student = save_converted(tmp_path / "student", base, family, **settings)
+    task = make_train_config(files, model=str(student))
+    train_in(tmp_path / "whole", task)
+    losses = losses_of(tmp_path / "whole")
+    assert losses[5] < losses[0] and losses[11] < losses[6]
+    crash_after(tmp_path / "run", task, 8)
+    resume_in(tmp_path / "run")
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def test_dropout_is_part_of_what_is_repeated(files: Files, tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", resid_pdrop=0.2, embd_pdrop=0.2, attn_pdrop=0.2)
+    model = str(save_converted(tmp_path / "student", base))
+    tasks = {dropout: make_train_config(files, make_recipe(dropout=dropout), model=model) for dropout in (True, False)}
+    for dropout, task in tasks.items():
+        train_in(tmp_path / str(dropout), task)
+    assert losses_of(tmp_path / "True") != losses_of(tmp_path / "False")
+    crash_after(tmp_path / "run", tasks[True], 8)
+    resume_in(tmp_path / "run")
+    assert_same_run(tmp_path / "run", tmp_path / "True")
+
+
+@pytest.mark.parametrize("fit", ["full", "scale"])
+def test_fitted_outputs_start_lower_in_either_precision(
+    files: Files, chain: Path, tmp_path: Path, fit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastweights.training.trainer.FIT_TOKENS", 1024)
+    for precision in ("float32", "bfloat16"):
+        recipe = make_recipe((dict(CHAIN[0], fit=fit), CHAIN[1]), precision=precision)
+        train_in(tmp_path / precision, make_train_config(files, recipe))
+    assert losses_of(tmp_path / "float32")[0] < 0.9 * losses_of(chain)[0]
+    assert_same_losses(tmp_path / "bfloat16", tmp_path / "float32", 0.1)
+    crash_after(tmp_path / "run", make_train_config(files, make_recipe((dict(CHAIN[0], fit=fit), CHAIN[1]))), 4)
+    resume_in(tmp_path / "run")
+    assert losses_of(tmp_path / "run") == losses_of(tmp_path / "float32")
+
+
+def test_bfloat16_keeps_the_weights_in_float32(files: Files, chain: Path, tmp_path: Path) -> None:
+    train_in(tmp_path / "run", make_train_config(files, make_recipe(precision="bfloat16")))
+    assert losses_of(tmp_path / "run") != losses_of(chain)
+    assert_same_losses(tmp_path / "run", chain, 0.1)
+    weights = weights_of(tmp_path / "run" / "last")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32, torch.int64}
+    assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in weights.values())
+
+
+def test_lora_trains_little_and_leaves_an_ordinary_model(files: Files, tmp_path: Path) -> None:
+    student = save_converted(tmp_path / "student", files.base, window=3)
+    task = make_train_config(files, make_recipe(lora=2), model=str(student))
+    train_in(tmp_path / "whole", task)
+    assert weights_of(tmp_path / "whole" / "last").keys() == weights_of(student).keys()
+    moved = changed(student, tmp_path / "whole" / "last")
+    small = ("gates.f.", "gates.z.", "mix.", "q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight")
+    assert moved and all(any(part in name for part in small) for name in moved)
+    assert {part for part in small if any(part in name for name in moved)} == set(small)
+    for name in (n for n in moved if "proj.weight" in n):
+        update = weights_of(tmp_path / "whole" / "last")[name] - weights_of(student)[name]
+        assert int(torch.linalg.matrix_rank(update, rtol=1e-3)) <= 2 * 2, "two stages, each of rank 2"
+    for after in (4, 6, 8):
+        crash_after(tmp_path / f"run {after}", task, after)
+        resume_in(tmp_path / f"run {after}")
+        assert_same_run(tmp_path / f"run {after}", tmp_path / "whole")
+
+
+def test_the_first_signal_is_noted_and_a_second_counts() -> None:
+    shown: Any = SimpleNamespace(stop_signal=0, display=Display(enabled=False))
+    found, before = signal.getsignal(signal.SIGINT), signal.default_int_handler
+    signal.signal(signal.SIGINT, before)  # a process that was started in the background ignores it
+    with Run.signals(shown):
+        signal.raise_signal(signal.SIGINT)
+        assert shown.stop_signal == signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    shown.stop_signal = 0
+    with Run.signals(shown):
+        for _ in range(2):  # from whoever ends a group of processes, and from the parent
+            signal.raise_signal(signal.SIGTERM)
+        assert shown.stop_signal == signal.SIGTERM
+    assert signal.getsignal(signal.SIGINT) is before
+    signal.signal(signal.SIGINT, found)
+
+
+def test_a_run_may_be_in_a_thread_which_gets_no_signals(files: Files, tmp_path: Path) -> None:
+    results: list[dict[str, Any]] = []
+    task = make_train_config(files, make_recipe((dict(FINETUNE[0], tokens=STEP),)))
+    thread = threading.Thread(target=lambda: results.append(train_in(tmp_path / "run", task)))
+    thread.start()
+    thread.join()
+    assert results[0]["finished"]
+
+
+def test_sequences_of_a_stage_may_have_a_length_of_their_own(files: Files, tmp_path: Path) -> None:
+    recipe = make_recipe((dict(CHAIN[0], length=16), CHAIN[1]))
+    train_in(tmp_path / "run", make_train_config(files, recipe))
+    assert len(losses_of(tmp_path / "run")) == 12
+
+
+class FakeTracker(GeneralTracker):
+    """Remembers what it is told."""
+
+    name = "fake"
+    requires_logging_directory = False
+    told: ClassVar[list[tuple[str, Any]]] = []
+
+    def __init__(self, project: str) -> None:
+        super().__init__()
+        self.told.append(("project", project))
+
+    @property
+    def tracker(self) -> None:
+        return None
+
+    def store_init_configuration(self, values: dict) -> None:
+        self.told.append(("recipe", json.loads(values["recipe"])))
+
+    def log(self, values: dict, step: int | None, **_: Any) -> None:
+        self.told.append(("log", (step, values)))
+
+    def finish(self) -> None:
+        self.told.append(("finish", None))
+
+
+def test_a_tracker_is_told_what_the_log_is(
+    files: Files, chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "fake", FakeTracker)
+    monkeypatch.setattr(FakeTracker, "told", told := [])
+    task = make_train_config(files, report_to="fake")
+    train_in(tmp_path / "run", task)
+    assert told[:2] == [("project", "fastweights"), ("recipe", task.recipe.to_dict())] and told[-1][0] == "finish"
+    logged = [what for kind, what in told if kind == "log"]
+    assert [step for step, _ in logged] == [line["step"] for line in lines(chain)]
+    assert [values["loss"] for _, values in logged if "loss" in values] == losses_of(chain)
+    told.clear()
+    crash_after(tmp_path / "crashed", task, 2)
+    assert told[-1][0] == "finish"
+
+
+def test_what_is_shown(files: Files, chain: Path, tmp_path: Path) -> None:
+    shown = io.StringIO()
+    result = train(make_train_config(files), tmp_path / "run", display=Display(console=Console(file=shown, width=120)))
+    text = shown.getvalue()
+    for found in result["validation"]:
+        ratio = found["perplexity"] / result["base"]["perplexity"]
+        expected = f"after {found['tokens']:,} tokens: validation perplexity {found['perplexity']:,.2f}, {ratio:.3f} ×"
+        assert expected in text
+    assert "1/2 transfer" in text and "2/2 distill" in text and "6/6" in text and "tokens/s" in text
+
+
+def test_nothing_is_shown_where_it_is_not_wanted(files: Files, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    train_in(tmp_path / "run", make_train_config(files, make_recipe(FINETUNE)))
+    assert capfd.readouterr() == ("", "")
