@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,10 +15,12 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from fastweights import __version__
+from fastweights.cli.generate import generate
 from fastweights.cli.measure import evaluate, profile, report
 from fastweights.cli.options import (
     DTYPE_HELP,
     Dtype,
+    SavedModel,
     given_options,
     reports_errors,
     stage_help,
@@ -28,12 +29,10 @@ from fastweights.cli.options import (
     usable_device,
 )
 from fastweights.cli.rank import rank
-from fastweights.config import FastWeightsConfig, Sampling
+from fastweights.config import FastWeightsConfig
 
 if TYPE_CHECKING:
     from fastweights.modeling.description import Description
-
-SavedModel = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a saved model, converted or not.")]
 
 app = typer.Typer(
     help="Pretrained Transformers into recurrent models.",
@@ -126,46 +125,7 @@ def _print_description(described: Description, name: str) -> None:
     Console().print(summary, "", memory)
 
 
-@app.command()
-@reports_errors
-def generate(
-    folder: SavedModel,
-    prompt: Annotated[str, typer.Option(help="Text to continue; - reads it from standard input.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate, unless the text ends before.")] = 100,
-    temperature: Annotated[float | None, typer.Option(help="Sample, from logits divided by this.")] = None,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Sample from the k likeliest tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Sample from the likeliest that sum to p.")] = None,
-    repetition_penalty: Annotated[float, typer.Option(help="Divide logits of tokens seen before by this.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(min=0, help="Sample, with this seed.")] = None,
-    num_beams: Annotated[int, typer.Option(min=1, help="Beams to search with.")] = 1,
-    load_state: Annotated[Path | None, typer.Option(help="Continue the text whose state was saved here.")] = None,
-    save_state: Annotated[Path | None, typer.Option(help="Save the state after the text, to continue it.")] = None,
-    device: Annotated[str | None, typer.Option(help="Device to run on; by default a GPU where there is one.")] = None,
-    dtype: Annotated[Dtype, typer.Option(help=DTYPE_HELP)] = "auto",
-) -> None:
-    """Continue a text. Decodes greedily unless a sampling option is given, and prints the new text as it comes."""
-    from transformers import TextStreamer
-
-    from fastweights.decode.engine import continue_text, memory_used, prompt_tokens, start_state, state_after
-
-    sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
-    if save_state is not None and (save_state.is_dir() or not save_state.parent.is_dir()):
-        raise ValueError(f"--save-state {save_state} cannot be written: give a file name in a folder that exists")
-    with Console(stderr=True).status(f"loading {escape(str(folder))}"):
-        model, tokenizer = _load_with_tokenizer(folder, dtype, usable_device(device))
-    state = start_state(model, folder, load_state, save_state)
-    vocabulary = model.config.get_text_config().vocab_size
-    prompt_ids = prompt_tokens(tokenizer, prompt, load_state is not None, vocabulary).to(model.device)
-    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if num_beams == 1 else None
-    started = time.perf_counter()
-    ids, cache = continue_text(model, prompt_ids, state, sampling, max_new_tokens, num_beams, streamer)
-    seconds = time.perf_counter() - started
-    new_ids = ids[0, prompt_ids.shape[1] :]
-    if streamer is None:
-        typer.echo(tokenizer.decode(new_ids, skip_special_tokens=True))
-    if save_state is not None and state is not None and cache is not None:
-        state_after(model, state, cache, ids).save(save_state, model)
-    typer.echo(f"{len(new_ids)} tokens, {len(new_ids) / seconds:.1f} tokens/s, {memory_used(cache)}", err=True)
+app.command()(generate)
 
 
 @app.command()
@@ -324,18 +284,3 @@ def quickstart(
 
     logging.disable_progress_bar()
     run(output, Console())
-
-
-def _load_with_tokenizer(folder: Path, dtype: str, device: str) -> tuple[Any, Any]:
-    from transformers.utils import logging
-
-    from fastweights.loading import load, load_tokenizer
-
-    logging.disable_progress_bar()
-    if not folder.is_dir():
-        hint = "that is a file, convert it first" if folder.is_file() else "give the folder of a saved model"
-        raise ValueError(f"no folder at {folder}: {hint}")
-    tokenizer = load_tokenizer(folder)
-    if tokenizer is None:
-        raise ValueError(f"{folder} has no tokenizer: save the model's there with tokenizer.save_pretrained")
-    return load(folder, dtype=dtype).to(device).eval(), tokenizer

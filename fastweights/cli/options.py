@@ -19,6 +19,7 @@ from fastweights.utils.errors import FastWeightsError, Stopped
 
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 DTYPE_HELP = "Precision of the weights; by default the checkpoint's own."
+SavedModel = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a saved model, converted or not.")]
 LARGEST_LAYER = 100_000
 PROFILED_HELP = "Models to compare, the base first; by default the paper's layer and the packaged model."
 LENGTHS_HELP = "Text lengths, in tokens; by default 128 to 65,536, for models on a CPU 256 to 16,384."

@@ -1,37 +1,32 @@
-"""Continuing texts: the decode engine for converted models, and what the command `generate` is made of.
+"""The decode engine for converted models.
 
 Shapes: a prompt [T]   tokens and positions of the slots [B]   logits [B,V]
 """
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
-from transformers import set_seed
 
 from fastweights.config import ConfigError, Sampling, is_whole
 from fastweights.decode.model import make_decode_model
 from fastweights.decode.sampling import Mode, Sampler
-from fastweights.modeling.cache import FastWeightsCache, StateError
-from fastweights.modeling.classes import FastWeightsMixin, evaluating, position_limit
+from fastweights.modeling.cache import FastWeightsCache
+from fastweights.modeling.classes import FastWeightsMixin, evaluating
 from fastweights.ops.device import obstacle
 
 PIECE = 1024
 # A prompt of more pieces than this shows how far it has been read.
 SHOWN_FROM = 8
 WARM_UP_STEPS = 3
-# New tokens that the command makes room for in attention layers: the engine attends to all of it at every step.
-MOST_ROOM = 4096
 GREEDY = Mode(False, False, False)
 
 
@@ -309,123 +304,3 @@ def _check_model(model: Any) -> None:
 def _end_of_text(model: Any) -> list[int]:
     ids = model.generation_config.eos_token_id
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
-
-
-def start_state(model: Any, folder: Path, load: Path | None, save: Path | None) -> FastWeightsCache | None:
-    """The state before the prompt; None for a model that has none."""
-    if isinstance(model, FastWeightsMixin):
-        try:
-            return FastWeightsCache(model.config) if load is None else FastWeightsCache.load(load, model)
-        except StateError as error:
-            raise ValueError(f"--load-state: {error}") from error
-    if load is not None or save is not None:
-        flag = "--save-state" if load is None else "--load-state"
-        raise ValueError(f"{flag} needs a converted model, and {folder} is an ordinary one: run fastweights convert")
-    return None
-
-
-def prompt_tokens(tokenizer: Any, prompt: str, continues: bool, vocabulary: int) -> Tensor:
-    """Tokens [1,T] of the prompt; in the middle of a text nothing marks a beginning."""
-    text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError("--prompt is not UTF-8: convert it first, for example with iconv") from error
-    ids = tokenizer(text, return_tensors="pt", add_special_tokens=not continues).input_ids
-    if ids.shape[1] == 0:
-        raise ValueError("--prompt is empty: give at least one character to continue from")
-    if int(ids.max()) >= vocabulary:
-        raise ValueError(
-            f"the tokenizer makes the token {int(ids.max())} of --prompt, and the model has {vocabulary}: the "
-            "tokenizer in its folder is another model's, save its own there"
-        )
-    return ids
-
-
-def continue_text(
-    model: Any,
-    prompt_ids: Tensor,
-    state: FastWeightsCache | None,
-    sampling: Sampling,
-    max_new_tokens: int,
-    num_beams: int = 1,
-    streamer: Any = None,
-) -> tuple[Tensor, FastWeightsCache | None]:
-    """The prompt's tokens and the new ones [1,T], and the cache that this ended with; `state` itself is left alone.
-    By the engine, or by transformers where there are beams, or attention layers that the engine does not know or whose
-    every step would attend to much room that is never used."""
-    cache = None if state is None else state.fork(num_beams)
-    engine = None
-    if cache is not None and num_beams == 1 and (not cache.kept or max_new_tokens <= MOST_ROOM):
-        seen = 0 if cache.lengths is None else int(cache.lengths[0])
-        engine = _engine_for(model, seen + prompt_ids.shape[1] + max_new_tokens)
-    if engine is not None and cache is not None:
-        new = _by_engine(engine, prompt_ids, cache, sampling, max_new_tokens, streamer)
-        if cache.kept and len(new) > 1:  # what has come to be kept
-            prefill(model, prompt_ids.new_tensor(new[:-1]), cache)
-        return torch.cat([prompt_ids, prompt_ids.new_tensor([new])], dim=1), cache
-    limit, longest = position_limit(model), prompt_ids.shape[1] + max_new_tokens - 1
-    if state is None and limit is not None and longest > limit:
-        raise ValueError(
-            f"--max-new-tokens {max_new_tokens}: with {prompt_ids.shape[1]} tokens of the prompt the text may need "
-            f"{longest} positions, and the model has {limit}: ask for fewer"
-        )
-    options = sampling_options(sampling) | {"max_new_tokens": max_new_tokens, "num_beams": num_beams}
-    mask = torch.ones_like(prompt_ids) if state is None else state.mask_for(prompt_ids)
-    if cache is not None:
-        options["past_key_values"] = cache
-    if sampling.seed is not None:
-        set_seed(sampling.seed)
-    return model.generate(prompt_ids, attention_mask=mask, streamer=streamer, **options), cache
-
-
-def _engine_for(model: Any, max_length: int) -> Engine | None:
-    try:
-        return Engine(model, max_length=max_length)
-    except UnsupportedModelError:
-        return None
-
-
-def _by_engine(
-    engine: Engine,
-    prompt_ids: Tensor,
-    state: FastWeightsCache,
-    sampling: Sampling,
-    max_new_tokens: int,
-    streamer: Any,
-) -> list[int]:
-    put = (lambda ids: None) if streamer is None else streamer.put
-    put(prompt_ids)
-    options: dict[str, Any] = {"states": [state], "on_token": lambda _, token: put(torch.tensor([token]))}
-    (new,) = engine.generate([prompt_ids[0]], max_new_tokens, sampling, progress=True, **options)
-    if streamer is not None:
-        streamer.end()
-    return new
-
-
-def sampling_options(sampling: Sampling) -> dict[str, Any]:
-    """The same for transformers, whose own default would be the 50 likeliest tokens."""
-    penalty = {"repetition_penalty": sampling.repetition_penalty}
-    if sampling.greedy:
-        return {"do_sample": False} | penalty
-    asked = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
-    given = {name: value for name, value in asked.items() if value is not None}
-    return {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0} | given | penalty
-
-
-def state_after(model: Any, before: FastWeightsCache, last: FastWeightsCache, ids: Tensor) -> FastWeightsCache:
-    """The state that has seen all of `ids` [1,T]. Generating never takes in its last token, and leaves a state for each
-    beam, in which case the text is read again from the start."""
-    state = last if last.batch_size == 1 else before
-    unseen = ids[:, int(state.seen - before.seen) :]
-    with torch.no_grad():
-        for part in unseen.split(PIECE, dim=1):
-            model(part, past_key_values=state, attention_mask=state.mask_for(part))
-    return state
-
-
-def memory_used(cache: FastWeightsCache | None) -> str:
-    if cache is None:
-        return "no state (not converted)"
-    grown = f" and {cache.attention_nbytes:,} bytes of keys and values" if cache.kept else ""
-    return f"state {cache.nbytes:,} bytes{grown}"

@@ -13,7 +13,8 @@ from helpers.tiny import CONFIGS, config_of, pretrained, tokens
 
 import fastweights as fw
 from fastweights.config import ConfigError
-from fastweights.decode.engine import continue_text, prefill
+from fastweights.decode.engine import prefill
+from fastweights.decode.generation import generate_sequence
 from fastweights.decode.model import DecodeModel
 from fastweights.modeling.cache import StateError
 
@@ -127,17 +128,17 @@ def check_left_to_transformers(model: Any) -> None:
     with pytest.raises(ConfigError, match="layers 1 are still attention, and the model is not of parts the engine kno"):
         fw.Engine(model, max_length=20)
     prompt = tokens(5)
-    found, _ = continue_text(model, prompt[None], fw.FastWeightsCache(model.config), fw.Sampling(), 6)
+    found, _ = generate_sequence(model, prompt[None], fw.FastWeightsCache(model.config), fw.Sampling(), 6)
     assert found[0, 5:].tolist() == greedy(model, prompt, 6)
 
 
 def test_the_command_makes_no_room_that_is_hardly_used(monkeypatch: pytest.MonkeyPatch) -> None:
     model, prompt, engines, kept = converted(m=4, layers=(0,)), tokens(5), [], []
     real = fw.Engine
-    monkeypatch.setattr("fastweights.decode.engine.Engine", lambda *a, **k: engines.append(k) or real(*a, **k))
+    monkeypatch.setattr("fastweights.decode.generation.Engine", lambda *a, **k: engines.append(k) or real(*a, **k))
     for most in (6, 5):
-        monkeypatch.setattr("fastweights.decode.engine.MOST_ROOM", most)
-        found, cache = continue_text(model, prompt[None], fw.FastWeightsCache(model.config), fw.Sampling(), 6)
+        monkeypatch.setattr("fastweights.decode.generation.MAX_RESERVED_TOKENS", most)
+        found, cache = generate_sequence(model, prompt[None], fw.FastWeightsCache(model.config), fw.Sampling(), 6)
         assert found[0, 5:].tolist() == greedy(model, prompt, 6)
         kept.append((int(cache.seen), cache.attention_nbytes))
     assert engines == [{"max_length": 11}]

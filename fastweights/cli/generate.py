@@ -1,0 +1,116 @@
+"""`fastweights generate`: continue a text, and save or load the state after it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from fastweights.cli.options import DTYPE_HELP, Dtype, SavedModel, reports_errors, usable_device
+from fastweights.config import Sampling
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fastweights.modeling.cache import FastWeightsCache
+
+
+@reports_errors
+def generate(
+    folder: SavedModel,
+    prompt: Annotated[str, typer.Option(help="Text to continue; - reads it from standard input.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate, unless the text ends before.")] = 100,
+    temperature: Annotated[float | None, typer.Option(help="Sample, from logits divided by this.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample from the k likeliest tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Sample from the likeliest that sum to p.")] = None,
+    repetition_penalty: Annotated[float, typer.Option(help="Divide logits of tokens seen before by this.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(min=0, help="Sample, with this seed.")] = None,
+    num_beams: Annotated[int, typer.Option(min=1, help="Beams to search with.")] = 1,
+    load_state: Annotated[Path | None, typer.Option(help="Continue the text whose state was saved here.")] = None,
+    save_state: Annotated[Path | None, typer.Option(help="Save the state after the text, to continue it.")] = None,
+    device: Annotated[str | None, typer.Option(help="Device to run on; by default a GPU where there is one.")] = None,
+    dtype: Annotated[Dtype, typer.Option(help=DTYPE_HELP)] = "auto",
+) -> None:
+    """Continue a text. Decodes greedily unless a sampling option is given, and prints the new text as it comes."""
+    from transformers import TextStreamer
+
+    from fastweights.decode.generation import generate_sequence, state_after
+
+    sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
+    if save_state is not None and (save_state.is_dir() or not save_state.parent.is_dir()):
+        raise ValueError(f"--save-state {save_state} cannot be written: give a file name in a folder that exists")
+    with Console(stderr=True).status(f"loading {escape(str(folder))}"):
+        model, tokenizer = _load_with_tokenizer(folder, dtype, usable_device(device))
+    state = _initial_state(model, folder, load_state, save_state)
+    vocabulary = model.config.get_text_config().vocab_size
+    prompt_ids = _prompt_tokens(tokenizer, prompt, load_state is not None, vocabulary).to(model.device)
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if num_beams == 1 else None
+    started = time.perf_counter()
+    ids, cache = generate_sequence(model, prompt_ids, state, sampling, max_new_tokens, num_beams, streamer)
+    seconds = time.perf_counter() - started
+    new_ids = ids[0, prompt_ids.shape[1] :]
+    if streamer is None:
+        typer.echo(tokenizer.decode(new_ids, skip_special_tokens=True))
+    if save_state is not None and state is not None and cache is not None:
+        state_after(model, state, cache, ids).save(save_state, model)
+    typer.echo(f"{len(new_ids)} tokens, {len(new_ids) / seconds:.1f} tokens/s, {_memory(cache)}", err=True)
+
+
+def _load_with_tokenizer(folder: Path, dtype: str, device: str) -> tuple[Any, Any]:
+    from transformers.utils import logging
+
+    from fastweights.loading import load, load_tokenizer
+
+    logging.disable_progress_bar()
+    if not folder.is_dir():
+        hint = "that is a file, convert it first" if folder.is_file() else "give the folder of a saved model"
+        raise ValueError(f"no folder at {folder}: {hint}")
+    tokenizer = load_tokenizer(folder)
+    if tokenizer is None:
+        raise ValueError(f"{folder} has no tokenizer: save the model's there with tokenizer.save_pretrained")
+    return load(folder, dtype=dtype).to(device).eval(), tokenizer
+
+
+def _initial_state(model: Any, folder: Path, load: Path | None, save: Path | None) -> FastWeightsCache | None:
+    """The state before the prompt; None for a model that is not converted."""
+    from fastweights.modeling.cache import FastWeightsCache
+    from fastweights.modeling.classes import FastWeightsMixin
+    from fastweights.utils.errors import Argument, error_context
+
+    if isinstance(model, FastWeightsMixin):
+        with error_context(Argument("load_state"), ": "):
+            return FastWeightsCache(model.config) if load is None else FastWeightsCache.load(load, model)
+    if load is not None or save is not None:
+        flag = "--save-state" if load is None else "--load-state"
+        raise ValueError(f"{flag} needs a converted model, and {folder} is an ordinary one: run fastweights convert")
+    return None
+
+
+def _prompt_tokens(tokenizer: Any, prompt: str, continues: bool, vocabulary: int) -> Tensor:
+    """Tokens [1,T] of the prompt. A prompt that continues a saved state gets no beginning-of-text token."""
+    text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("--prompt is not UTF-8: convert it first, for example with iconv") from error
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=not continues).input_ids
+    if ids.shape[1] == 0:
+        raise ValueError("--prompt is empty: give at least one character to continue from")
+    if int(ids.max()) >= vocabulary:
+        raise ValueError(
+            f"the tokenizer makes the token {int(ids.max())} of --prompt, and the model has {vocabulary}: the "
+            "tokenizer in its folder is another model's, save its own there"
+        )
+    return ids
+
+
+def _memory(cache: FastWeightsCache | None) -> str:
+    if cache is None:
+        return "no state (not converted)"
+    attention = f" and {cache.attention_nbytes:,} bytes of keys and values" if cache.kept else ""
+    return f"state {cache.nbytes:,} bytes{attention}"

@@ -1,0 +1,147 @@
+"""Generating one sequence with any model: by the decode engine where it can, by transformers' generate otherwise.
+
+Shapes: prompt_ids [1,T]   ids, prompt and new tokens [1,T+N]
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import set_seed
+
+from fastweights.config import ConfigError, Sampling
+from fastweights.decode.engine import PIECE, Engine, UnsupportedModelError, prefill
+from fastweights.modeling.cache import FastWeightsCache
+from fastweights.modeling.classes import position_limit
+from fastweights.utils.errors import Argument
+
+# A hybrid's attention layers reserve memory for all new tokens, and every step attends to all of it. For more new
+# tokens than this, transformers' growing cache is used instead.
+MAX_RESERVED_TOKENS = 4096
+
+
+def generate_sequence(
+    model: Any,
+    prompt_ids: Tensor,
+    state: FastWeightsCache | None = None,
+    sampling: Sampling | None = None,
+    max_new_tokens: int = 100,
+    num_beams: int = 1,
+    streamer: Any = None,
+) -> tuple[Tensor, FastWeightsCache | None]:
+    """Generate the continuation of one prompt.
+
+    The engine is used for converted models. transformers' generate is used for unconverted models, for beam search, and
+    for attention layers that the engine does not support or for which it would have to reserve much memory.
+
+    Args:
+        model: A causal language model, converted or not.
+        prompt_ids: Token ids [1,T].
+        state: The state before the prompt; it is not changed. None for a model that is not converted.
+        sampling: How tokens are chosen; greedily by default.
+        max_new_tokens: Number of tokens to generate unless an end-of-text token comes first.
+        num_beams: Number of beams.
+        streamer: A streamer of transformers that receives the tokens as they are generated.
+
+    Returns:
+        Prompt and new tokens [1,T+N], and the cache afterwards: of `num_beams` rows, without the last token.
+
+    Raises:
+        ConfigError: The sequence may become longer than the model's position table.
+    """
+    sampling = Sampling() if sampling is None else sampling
+    cache = None if state is None else state.fork(num_beams)
+    engine = None
+    if cache is not None and num_beams == 1 and (not cache.kept or max_new_tokens <= MAX_RESERVED_TOKENS):
+        seen = 0 if cache.lengths is None else int(cache.lengths[0])
+        engine = _engine_for(model, seen + prompt_ids.shape[1] + max_new_tokens)
+    if engine is None or cache is None:
+        return _generate_with_transformers(
+            model, prompt_ids, state, cache, sampling, max_new_tokens, num_beams, streamer
+        )
+    new_tokens = _generate_with_engine(engine, prompt_ids, cache, sampling, max_new_tokens, streamer)
+    if cache.kept and len(new_tokens) > 1:  # the engine leaves the cache as it was after the prompt
+        prefill(model, prompt_ids.new_tensor(new_tokens[:-1]), cache)
+    return torch.cat([prompt_ids, prompt_ids.new_tensor([new_tokens])], dim=1), cache
+
+
+def state_after(model: Any, before: FastWeightsCache, cache: FastWeightsCache, ids: Tensor) -> FastWeightsCache:
+    """Return the state that has seen all of a generated sequence.
+
+    Generation does not feed its last token to the model. After beam search `cache` has a row for each beam, so the
+    sequence is read again from `before`.
+
+    Args:
+        model: The converted model.
+        before: The state before the prompt.
+        cache: The cache that `generate_sequence` returned.
+        ids: The tokens that `generate_sequence` returned [1,T].
+    """
+    state = cache if cache.batch_size == 1 else before
+    unseen = ids[:, int(state.seen - before.seen) :]
+    with torch.no_grad():
+        for chunk in unseen.split(PIECE, dim=1):
+            model(chunk, past_key_values=state, attention_mask=state.mask_for(chunk))
+    return state
+
+
+def _engine_for(model: Any, max_length: int) -> Engine | None:
+    try:
+        return Engine(model, max_length=max_length)
+    except UnsupportedModelError:
+        return None
+
+
+def _generate_with_engine(
+    engine: Engine,
+    prompt_ids: Tensor,
+    state: FastWeightsCache,
+    sampling: Sampling,
+    max_new_tokens: int,
+    streamer: Any,
+) -> list[int]:
+    put = (lambda ids: None) if streamer is None else streamer.put
+    put(prompt_ids)
+    options: dict[str, Any] = {"states": [state], "on_token": lambda _, token: put(torch.tensor([token]))}
+    (new_tokens,) = engine.generate([prompt_ids[0]], max_new_tokens, sampling, progress=True, **options)
+    if streamer is not None:
+        streamer.end()
+    return new_tokens
+
+
+def _generate_with_transformers(
+    model: Any,
+    prompt_ids: Tensor,
+    state: FastWeightsCache | None,
+    cache: FastWeightsCache | None,
+    sampling: Sampling,
+    max_new_tokens: int,
+    num_beams: int,
+    streamer: Any,
+) -> tuple[Tensor, FastWeightsCache | None]:
+    limit, longest = position_limit(model), prompt_ids.shape[1] + max_new_tokens - 1
+    if state is None and limit is not None and longest > limit:
+        raise ConfigError(
+            Argument("max_new_tokens"),
+            f" {max_new_tokens}: with a prompt of {prompt_ids.shape[1]} tokens the sequence may need {longest} "
+            f"positions, and the model has {limit}: ask for fewer",
+        )
+    options = generate_arguments(sampling) | {"max_new_tokens": max_new_tokens, "num_beams": num_beams}
+    mask = torch.ones_like(prompt_ids) if state is None else state.mask_for(prompt_ids)
+    if cache is not None:
+        options["past_key_values"] = cache
+    if sampling.seed is not None:
+        set_seed(sampling.seed)
+    return model.generate(prompt_ids, attention_mask=mask, streamer=streamer, **options), cache
+
+
+def generate_arguments(sampling: Sampling) -> dict[str, Any]:
+    """Return the same sampling as arguments of transformers' generate, whose own default is top_k=50."""
+    penalty = {"repetition_penalty": sampling.repetition_penalty}
+    if sampling.greedy:
+        return {"do_sample": False} | penalty
+    given = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
+    neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    return {"do_sample": True} | neutral | {k: v for k, v in given.items() if v is not None} | penalty
