@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
+from typer.models import ArgumentInfo
 
 from fastweights.config import ConfigError, FastWeightsConfig, Sampling
 from fastweights.training.recipe import Recipe, RecipeError, Stage
@@ -35,7 +36,7 @@ def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
             command(*args, **kwargs)
         except FastWeightsError as error:
             named = isinstance(error, ConfigError | RecipeError)
-            message = error.message(flag_of)
+            message = error.message(functools.partial(flag_of, command=command))
             _fail(_with_flags(message) if named else message, 2, error)
         except ValueError as error:
             _fail(str(error), 2, error)
@@ -49,13 +50,27 @@ def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-# Arguments of the library whose flag is not their name with dashes.
-_FLAGS: dict[str, str] = {}
+# Arguments of the library whose flag has another name than theirs.
+_FLAGS: dict[str, str] = {"changes": "--set"}
 
 
-def flag_of(argument: str) -> str:
-    """The flag that a user types for an argument of the library."""
-    return _FLAGS.get(argument, f"--{argument.replace('_', '-')}")
+def flag_of(argument: str, command: Callable[..., None] | None = None) -> str:
+    """What a user types for an argument of the library: the flag or the positional argument of that name, where the
+    command has one."""
+    own = {} if command is None else _typed_names(command)
+    return own.get(argument) or _FLAGS.get(argument, f"--{argument.replace('_', '-')}")
+
+
+def _typed_names(command: Callable[..., None]) -> dict[str, str]:
+    names = {}
+    for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
+        for option in getattr(parameter.annotation, "__metadata__", ()):
+            if isinstance(option, ArgumentInfo):
+                names[name] = str(option.metavar).strip("[].")
+            else:  # within Annotated, typer keeps the first name as the default
+                given = [flag for flag in (option.default, *(option.param_decls or ())) if isinstance(flag, str)]
+                names[name] = given[0] if given else f"--{name.replace('_', '-')}"
+    return names
 
 
 def _fail(message: str, exit_code: int, error: Exception) -> None:

@@ -42,9 +42,15 @@ class Stopped(Exception):
 
 
 @contextmanager
-def error_context(*prefix: str) -> Iterator[None]:
-    """Put `prefix` in front of the message of any FastWeightsError raised inside."""
+def error_context(*prefix: str, plain: bool = False) -> Iterator[None]:
+    """Put `prefix` in front of the message of any FastWeightsError raised inside.
+
+    Args:
+        prefix: parts of a message, such as a file's name.
+        plain: the arguments were read from a file or from NAME=VALUE, so they keep their names and are not flags.
+    """
     try:
         yield
     except FastWeightsError as error:
-        raise type(error)(*prefix, *error.parts) from error
+        parts = (error.message(),) if plain else error.parts
+        raise type(error)(*prefix, *parts) from error
