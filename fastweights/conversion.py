@@ -32,7 +32,7 @@ def convert(model: Any, config: FastWeightsConfig | None = None) -> Any:
     }
     for index, layer in new.items():
         setattr(blocks[index], family.attention, layer)
-    _forget_gguf(model)
+    drop_gguf_quantizer(model)
     vars(model).pop("_weight_conversions", None)  # a renaming of tensors at loading that saving would undo
     keep_softcap(model.config)
     model.config.__class__, model.__class__ = CLASSES[family.name]
@@ -41,7 +41,7 @@ def convert(model: Any, config: FastWeightsConfig | None = None) -> Any:
     return model
 
 
-def _forget_gguf(model: Any) -> None:
+def drop_gguf_quantizer(model: Any) -> None:
     """transformers reads a GGUF file into plain floats, yet goes on calling it quantized and will not save it."""
     if getattr(model, "quantization_method", None) == "gguf" and all(p.is_floating_point() for p in model.parameters()):
         del model.hf_quantizer, model.is_quantized, model.quantization_method, model.config.quantization_config

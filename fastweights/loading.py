@@ -1,11 +1,9 @@
-"""Loading and saving models: hub ids, folders and GGUF files."""
+"""Loading models and tokenizers from hub ids, folders and GGUF files, and saving them as folders."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,24 +13,47 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fastweights.config import ConfigError
-from fastweights.conversion import _forget_gguf
+from fastweights.conversion import drop_gguf_quantizer
 from fastweights.modeling.classes import check_tensors, keep_softcap
-from fastweights.utils.errors import CheckpointError
+from fastweights.utils.errors import Argument, CheckpointError
+from fastweights.utils.files import atomic_folder
 
 
 def load(source: str | os.PathLike, **kwargs: Any) -> Any:
-    """A causal language model from a hub id, a folder or a GGUF file, with errors that name the file."""
+    """Load a causal language model, converted or not.
+
+    Args:
+        source: a hub id, a folder that `save_pretrained` wrote, or a GGUF file.
+        **kwargs: arguments of transformers' `from_pretrained`, such as `dtype` or `device_map`.
+
+    Returns:
+        The model, in evaluation mode.
+
+    Raises:
+        CheckpointError: if the model cannot be found or read, or its tensors do not fit its config. The message names
+            the file.
+    """
     model, info = _load(
         AutoModelForCausalLM, source, **kwargs | {"output_loading_info": True, "ignore_mismatched_sizes": True}
     )
     check_tensors(source, info, extra_is_error=False)
-    _forget_gguf(model)
+    drop_gguf_quantizer(model)
     keep_softcap(model.config)
     return model
 
 
 def load_tokenizer(source: str | os.PathLike) -> Any:
-    """The tokenizer that lies beside a model, or None where there is none."""
+    """Load the tokenizer of a model.
+
+    Args:
+        source: a hub id, a folder or a GGUF file.
+
+    Returns:
+        The tokenizer, or None if there is none.
+
+    Raises:
+        CheckpointError: if the tokenizer exists and cannot be read.
+    """
     folder, gguf = _locate(source)
     if gguf:
         return _gguf_tokenizer(folder, gguf)
@@ -44,8 +65,20 @@ def load_tokenizer(source: str | os.PathLike) -> Any:
         raise CheckpointError(f"the tokenizer of {error}") from error
 
 
+def require_tokenizer(tokenizer: Any, source: str | os.PathLike = "the model's folder") -> Any:
+    """Return `tokenizer`, or raise an error that says how to add one to `source` if it is None.
+
+    Raises:
+        CheckpointError: if `tokenizer` is None.
+    """
+    if tokenizer is None:
+        how = "AutoTokenizer.from_pretrained(BASE).save_pretrained(FOLDER)"
+        raise CheckpointError(f"{source} has no tokenizer: save the base model's there with {how}")
+    return tokenizer
+
+
 def _gguf_tokenizer(folder: str, gguf: str) -> Any:
-    """A GGUF file may have none, or one that transformers cannot build."""
+    """The tokenizer inside a GGUF file; None if it has none, or one that transformers cannot build."""
     try:
         return AutoTokenizer.from_pretrained(folder, gguf_file=gguf)
     except (ValueError, KeyError, OSError):
@@ -58,7 +91,7 @@ def _load(kind: Any, source: str | os.PathLike, **kwargs: Any) -> Any:
         return kind.from_pretrained(folder, **({"gguf_file": gguf} if gguf else {}), **kwargs)
     except SafetensorError as error:
         raise CheckpointError(
-            f"{source}: {_damaged(folder)} cannot be read ({error}); copy or save it again"
+            f"{source}: {_damaged_file(folder)} cannot be read ({error}); copy or save it again"
         ) from error
     except ConfigError as error:
         raise CheckpointError(f"{source}: config.json: {error}") from error
@@ -70,7 +103,7 @@ def _load(kind: Any, source: str | os.PathLike, **kwargs: Any) -> Any:
 
 
 def _locate(source: str | os.PathLike) -> tuple[str, str | None]:
-    """(folder or hub id, GGUF file name or None)."""
+    """The folder or hub id of a source, and the name of the GGUF file or None."""
     path = Path(source)
     if path.suffix == ".gguf":
         if not path.is_file():
@@ -92,7 +125,7 @@ def _locate(source: str | os.PathLike) -> tuple[str, str | None]:
     return str(source), None
 
 
-def _damaged(folder: str) -> str:
+def _damaged_file(folder: str) -> str:
     """The first safetensors file in a folder whose length is not what its header says."""
     from safetensors import safe_open
 
@@ -106,84 +139,61 @@ def _damaged(folder: str) -> str:
 
 
 @contextmanager
-def new_folder(
+def new_model_folder(
     target: str | os.PathLike, overwrite: bool = False, source: str | os.PathLike | None = None
 ) -> Iterator[Path]:
-    """A temporary folder beside `target` that takes its place when all went well; otherwise nothing stays behind.
-    `source`, what is read meanwhile, must not be replaced."""
+    """Yield a temporary folder for a model's files. It becomes `target` when the block succeeds.
+
+    Args:
+        target: the folder to write. It must be new or empty, unless `overwrite` is set.
+        overwrite: replace `target` if it holds a saved model.
+        source: a model that is read inside the block; `target` must not replace it.
+
+    Raises:
+        CheckpointError: if `target` must not be replaced or cannot be written.
+    """
     target = Path(target).resolve()
     _check_target(target, overwrite)
     if source is not None and target in (Path(source).resolve(), *Path(source).resolve().parents):
         raise CheckpointError(f"{target} is, or holds, the model to convert: choose another output folder")
-    made: list[Path] = []
     try:
-        for parent in reversed([p for p in target.parents if not p.exists()]):
-            parent.mkdir()
-            made.append(parent)
-        _remove_leftovers(target)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.{os.getpid()}.", suffix=".tmp", dir=target.parent))
-    except OSError as error:
-        _remove(made)
-        raise CheckpointError(f"cannot write to {target}: {error.strerror}; choose another output folder") from error
-    try:
-        yield temporary
-        temporary.chmod(0o755)
-        _put_in_place(temporary, target)
-    except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        _remove(made)
-        if isinstance(error, OSError | SafetensorError):
-            raise CheckpointError(f"cannot write to {target}: {error}") from error
-        raise
+        with atomic_folder(target) as temporary:
+            yield temporary
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"cannot write to {target}: {reason}; choose another output folder") from error
 
 
 def _check_target(target: Path, overwrite: bool) -> None:
     here = Path.cwd()
     if target == here or target in here.parents:
-        raise CheckpointError(f"{target} is the folder you are in, or holds it: name a new output folder")
+        raise CheckpointError(f"{target} is the current folder, or holds it: name a new output folder")
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target} exists and is not a folder: choose another output folder")
     if not target.is_dir() or not any(target.iterdir()):
         return
+    flag = Argument("overwrite")
     if not overwrite:
-        raise CheckpointError(f"{target} exists and is not empty: choose another output folder, or pass --overwrite")
+        raise CheckpointError(f"{target} exists and is not empty: choose another output folder, or pass ", flag)
     if not (target / "config.json").is_file():
         raise CheckpointError(
-            f"{target} is not a saved model, and --overwrite replaces only those: choose another folder"
+            f"{target} is not a saved model, and ", flag, " replaces only those: choose another folder"
         )
 
 
-def _put_in_place(temporary: Path, target: Path) -> None:
-    """Rename, with what was there kept until the new folder stands."""
-    if not target.exists():
-        temporary.rename(target)
-        return
-    old = target.with_name(f"{temporary.name}.old")
-    target.rename(old)
-    try:
-        temporary.rename(target)
-    except OSError:
-        old.rename(target)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _remove_leftovers(target: Path) -> None:
-    """What a killed process left behind: its number is in the folder's name."""
-    for folder in target.parent.glob(f".{target.name}.*.tmp*"):
-        process = folder.name.removeprefix(f".{target.name}.").split(".")[0]
-        if process.isdigit() and not Path(f"/proc/{process}").exists() and Path("/proc/self").exists():
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _remove(folders: list[Path]) -> None:
-    for folder in reversed(folders):
-        folder.rmdir()
-
-
 def save(model: Any, folder: str | os.PathLike, tokenizer: Any = None, overwrite: bool = False) -> None:
-    """save_pretrained, all or nothing."""
-    with new_folder(folder, overwrite) as temporary:
+    """Save a model, and its tokenizer if there is one, completely or not at all.
+
+    Args:
+        model: a transformers model, converted or not.
+        folder: the folder to write. It must be new or empty, unless `overwrite` is set.
+        tokenizer: saved in the same folder. None: no tokenizer is saved.
+        overwrite: replace `folder` if it holds a saved model.
+
+    Raises:
+        CheckpointError: if the folder must not be replaced or cannot be written.
+    """
+    with new_model_folder(folder, overwrite) as temporary:
         model.save_pretrained(temporary)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)

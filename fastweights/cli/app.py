@@ -77,12 +77,12 @@ def convert(
     from transformers.utils import logging
 
     from fastweights import convert as converter
-    from fastweights.loading import load, load_tokenizer, new_folder
+    from fastweights.loading import load, load_tokenizer, new_model_folder
     from fastweights.modeling.description import describe
 
     logging.disable_progress_bar()
     with (
-        new_folder(output, overwrite, source=model) as folder,
+        new_model_folder(output, overwrite, source=model) as folder,
         Console(stderr=True).status(f"loading {escape(model)}") as status,
     ):
         pretrained, tokenizer = load(model, dtype=dtype), load_tokenizer(model)

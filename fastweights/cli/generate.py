@@ -64,15 +64,13 @@ def generate(
 def _load_with_tokenizer(folder: Path, dtype: str, device: str) -> tuple[Any, Any]:
     from transformers.utils import logging
 
-    from fastweights.loading import load, load_tokenizer
+    from fastweights.loading import load, load_tokenizer, require_tokenizer
 
     logging.disable_progress_bar()
     if not folder.is_dir():
         hint = "that is a file, convert it first" if folder.is_file() else "give the folder of a saved model"
         raise ValueError(f"no folder at {folder}: {hint}")
-    tokenizer = load_tokenizer(folder)
-    if tokenizer is None:
-        raise ValueError(f"{folder} has no tokenizer: save the model's there with tokenizer.save_pretrained")
+    tokenizer = require_tokenizer(load_tokenizer(folder), folder)
     return load(folder, dtype=dtype).to(device).eval(), tokenizer
 
 

@@ -105,6 +105,7 @@ def _rows(
     from fastweights.data.readers import DataError
     from fastweights.data.token_files import check_vocabulary, prepare
     from fastweights.evaluation.perplexity import window_for
+    from fastweights.loading import require_tokenizer
 
     wanted = min(LENGTH, tokens) if length is None else length
     if tokens < wanted:
@@ -112,8 +113,7 @@ def _rows(
     most = window_for(models, wanted)
     if length is not None and length > most:
         raise ValueError(f"--length {length}: {folder} has positions for {most} tokens only")
-    if tokenizer is None:
-        raise ValueError(f"{folder} has no tokenizer: save the model's there with tokenizer.save_pretrained")
+    require_tokenizer(tokenizer, folder)
     try:
         shown = Console(stderr=True).is_terminal  # elsewhere a bar would leave an empty line
         prepared = prepare(data, tokenizer, text_field=text_field, limit=tokens, progress=shown)

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress
 
 from fastweights.data.readers import DataError, Documents, Source, find
+from fastweights.loading import require_tokenizer
 
 FORMAT_VERSION = 1
 
@@ -67,9 +68,7 @@ def prepare(
     special tokens and ends with its eos token; blank ones are left out. At most `limit` tokens are taken.
     `cache` is by default $FASTWEIGHTS_CACHE, else ~/.cache/fastweights. Of several processes, let one call this first.
     """
-    if tokenizer is None:
-        how = "AutoTokenizer.from_pretrained(BASE).save_pretrained(DIR)"
-        raise DataError(f"there is no tokenizer beside the model: save the base model's there, {how}")
+    require_tokenizer(tokenizer)
     if limit is not None and limit < 1:
         raise DataError(f"the limit must be at least 1 token, found {limit}")
     if (Path(source) / "tokens.bin").is_file():

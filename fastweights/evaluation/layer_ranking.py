@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from fastweights.data.batches import IGNORED
-from fastweights.loading import load, load_tokenizer, new_folder
+from fastweights.loading import load, load_tokenizer, new_model_folder
 from fastweights.modeling.classes import FastWeightsMixin, autocast, evaluating
 from fastweights.modeling.families import family_of
 from fastweights.modeling.layer import FastWeightsAttention
@@ -217,7 +217,7 @@ def hybrid_from(
 ) -> None:
     """Write a converted model with these layers as attention again, with the base's weights; all else is the model's,
     trained as it is. Layers that are attention already stay as they are."""
-    with new_folder(output, source=student_folder) as folder:
+    with new_model_folder(output, source=student_folder) as folder:
         student, base = load_pair(student_folder, teacher)
         with restored(student, base, _to_restore(student, layers_kept)):
             student.save_pretrained(folder)

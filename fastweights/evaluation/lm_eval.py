@@ -30,6 +30,7 @@ import yaml
 from rich.console import Console
 from rich.progress import Progress
 
+from fastweights.loading import require_tokenizer
 from fastweights.modeling.classes import evaluating
 from fastweights.utils.errors import FastWeightsError
 
@@ -155,8 +156,7 @@ def _adapter(
                 bar.advance(bar.task_ids[0], len(inps))
             return super()._model_call(inps, *args, **kwargs)
 
-    if tokenizer is None:
-        raise EvaluationError("--tasks: there is no tokenizer beside the model; copy its files into the model's folder")
+    require_tokenizer(tokenizer)
     settings |= {"max_length": length, "batch_size": batch_size, "softmax_dtype": "float32"}
     return Adapter(pretrained=model, tokenizer=copy.deepcopy(tokenizer), **settings)
 

@@ -24,6 +24,7 @@ from rich.progress import track
 from torch import Tensor, nn
 
 from fastweights.evaluation.lm_eval import EvaluationError, check_tasks, run_tasks
+from fastweights.loading import require_tokenizer
 from fastweights.modeling.classes import FastWeightsMixin, evaluating, position_limit
 from fastweights.modeling.description import describe
 from fastweights.modeling.families import UnknownFamilyError
@@ -273,8 +274,7 @@ def _windows(targets: int, length: int, context: int) -> list[Window]:
 def _token_row(model: Any, tokenizer: Any, text: str) -> Tensor:
     """A text's tokens behind the one that is not scored. A tokenizer with neither bos nor eos has none to put there:
     the text's own first token takes its place."""
-    if tokenizer is None:
-        raise EvaluationError("--data: there is no tokenizer beside the model; copy its files into the model's folder")
+    require_tokenizer(tokenizer)
     if not text.strip():
         raise EvaluationError("the text is empty (--data): give one with words in it")
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

@@ -26,7 +26,7 @@ from fastweights.data.readers import DataError, given_by, read_text
 from fastweights.data.token_files import check_vocabulary, prepare
 from fastweights.experiments.grid import GridError, Variant
 from fastweights.experiments.job import Job, Setup, read_result, work
-from fastweights.loading import load, load_tokenizer
+from fastweights.loading import load, load_tokenizer, require_tokenizer
 from fastweights.modeling.classes import FastWeightsMixin, position_limit
 from fastweights.modeling.families import family_of
 from fastweights.training import checkpoint as saved
@@ -113,8 +113,7 @@ def _make_folders(folder: Path) -> None:
 def _prepare(setup: Setup, jobs: Sequence[Job]) -> None:
     """Check what the processes will be given, and tokenise it once, for all of them."""
     tokenizer, base = load_tokenizer(setup.model), load(setup.model)
-    if tokenizer is None:
-        raise GridError(f"{setup.model} has no tokenizer: save the model's there with tokenizer.save_pretrained")
+    require_tokenizer(tokenizer, setup.model)
     if isinstance(base, FastWeightsMixin):
         raise GridError(f"--model {setup.model} is converted already: give the model that it was made from")
     for job in jobs:

@@ -24,7 +24,7 @@ from torch import Tensor
 from fastweights.data.batches import PackedBatches, validation_rows
 from fastweights.data.readers import given_by
 from fastweights.data.token_files import TokenFile, check_vocabulary, prepare
-from fastweights.loading import load, load_tokenizer
+from fastweights.loading import load, load_tokenizer, require_tokenizer
 from fastweights.modeling.classes import FastWeightsMixin, autocast, is_low_precision, position_limit
 from fastweights.modeling.families import family_of
 from fastweights.training import checkpoint as saved
@@ -118,10 +118,7 @@ class Run:
 
     def _check(self) -> None:
         """What can be known to fail is refused before the first step."""
-        if self.tokenizer is None:
-            raise TrainingError(
-                f"{self.task.model} has no tokenizer: save the model's there with tokenizer.save_pretrained"
-            )
+        require_tokenizer(self.tokenizer, self.task.model)
         if self.task.shard and self.world == 1 and not (self.folder / saved.RUN).is_file():
             raise TrainingError("--shard: there is one process only: start several with torchrun (docs/training.md)")
         self._check_lengths()

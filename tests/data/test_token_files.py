@@ -29,6 +29,7 @@ from transformers import PreTrainedTokenizerFast
 from fastweights.data import token_files as data
 from fastweights.data.readers import DataError
 from fastweights.data.token_files import PROBE, TokenFile, check_vocabulary, prepare
+from fastweights.utils.errors import CheckpointError
 
 DOCUMENTS = ["Once upon, <|endoftext|>\n\nThere was a café", "b", " = The end, of it! = "]
 TEXT = "\n<|endoftext|>\n".join([DOCUMENTS[0], "", *DOCUMENTS[1:], " \n "]) + "\n"
@@ -355,7 +356,7 @@ def test_bad_sources_and_arguments(source: Path, tmp_path: Path) -> None:
     for name in ("nothing.txt", "hf:"):
         assert f"{name}: there is no such file or folder; --data takes a text, JSON lines or" in error_of(name)
     assert error_of(source, limit=0) == "the limit must be at least 1 token, found 0"
-    with pytest.raises(DataError, match="there is no tokenizer beside the model: save the base model's there, Auto"):
+    with pytest.raises(CheckpointError, match="has no tokenizer"):
         prepare(source, None)
 
 

@@ -23,6 +23,7 @@ from fastweights import FastWeightsConfig
 from fastweights.conversion import convert
 from fastweights.evaluation.lm_eval import LOCAL_TASKS, EvaluationError, check_tasks, rolling_perplexity, run_tasks
 from fastweights.evaluation.perplexity import _windows, evaluate, perplexity
+from fastweights.utils.errors import CheckpointError
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'fastweights[eval]'")
 harness = importlib.import_module("fastweights.evaluation.lm_eval")
@@ -131,7 +132,7 @@ def test_rolling_perplexity_needs_a_first_token() -> None:
     bare.bos_token = None
     with pytest.raises(EvaluationError, match="neither a bos nor an eos"):
         rolling_perplexity(converted(), bare, TEXT, 16)
-    with pytest.raises(EvaluationError, match="no tokenizer"):
+    with pytest.raises(CheckpointError, match="has no tokenizer"):
         rolling_perplexity(converted(), None, TEXT, 16)
 
 

@@ -24,6 +24,7 @@ from fastweights.evaluation.perplexity import (
     perplexity_by_position,
     recall_probe,
 )
+from fastweights.utils.errors import CheckpointError
 
 TEXT = "".join(CHARACTERS[i] for i in torch.randint(0, 55, (150,), generator=torch.Generator().manual_seed(3)))
 QUIET = dict(progress=False)
@@ -136,7 +137,7 @@ def test_what_cannot_be_scored(text: str, settings: dict[str, int], said: str) -
 
 
 def test_tokenizers_that_do_not_fit() -> None:
-    with pytest.raises(EvaluationError, match="no tokenizer beside the model"):
+    with pytest.raises(CheckpointError, match="has no tokenizer"):
         perplexity(converted(), None, TEXT, **QUIET)
     model = converted()
     model.resize_token_embeddings(40)
