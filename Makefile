@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PROJECT := pyproject.toml constraints.txt
 
-.PHONY: quickstart test lint bench packaged-model
+.PHONY: quickstart test lint docs figures bench packaged-model
 
 quickstart: .venv/.installed
 	$(BIN)/fastweights quickstart
@@ -16,6 +16,14 @@ lint: .venv/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The site, into site/; it needs no network.
+docs: .venv/.installed-test
+	$(BIN)/mkdocs build --strict
+
+# Every figure of README.md and docs/ comes from results/: this fills them in.
+figures: .venv/.installed
+	$(BIN)/python benchmarks/figures.py
 
 bench: .venv/.installed
 	$(BIN)/python benchmarks/cpu.py

@@ -13,6 +13,15 @@ from fastweights.report.results import ReportError, Result
 
 def cost_figure(result: Result, target: str | os.PathLike) -> list[Path]:
     """Draw a result of `fastweights profile` into two files of one name, .png and .svg."""
+    svg, png = draw_cost(result)
+    files: dict[Path, str | bytes] = {Path(target).with_suffix(".png"): png, Path(target).with_suffix(".svg"): svg}
+    for path, content in files.items():
+        write_page(path, content)
+    return list(files)
+
+
+def draw_cost(result: Result) -> tuple[str, bytes]:
+    """The figure as SVG and as PNG."""
     rows = []
     for part in cost_parts(result):
         panels = [cost_panel(part, key) for key in ("seconds", "peak_bytes")]
@@ -22,8 +31,4 @@ def cost_figure(result: Result, target: str | os.PathLike) -> list[Path]:
             rows.append((conditions_text(part), panels))
     if not rows:
         raise ReportError(f"nothing to draw: {result.file} has no point of any length")
-    svg, png = draw_rows(rows)
-    files: dict[Path, str | bytes] = {Path(target).with_suffix(".png"): png, Path(target).with_suffix(".svg"): svg}
-    for path, content in files.items():
-        write_page(path, content)
-    return list(files)
+    return draw_rows(rows)

@@ -1,9 +1,13 @@
-"""Markdown pages whose tables and plots come from result files: each block between
+"""Markdown pages whose tables, plots and figures come from result files. Three kinds of marks are filled:
 
-<!-- report: NAME -->
+<!-- report: NAME -->             a table or plot of a report of the files in <!-- results: FILES -->
 <!-- end -->
 
-holds the part of a report that has this name, and <!-- results: FILES --> says which files it is made from.
+<!-- figure: results/cost.json -->  time and memory against length, as `fastweights profile` draws them
+<!-- end -->
+
+a sentence with <!-- value: results/cost.json models[0].points[-1].seconds as .1f ms -->1.5 ms<!-- end --> in it
+(values.py has the expressions)
 """
 
 from __future__ import annotations
@@ -12,42 +16,76 @@ import glob
 import itertools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fastweights.report.build import sections_of, write_page
+from fastweights.report.figure import draw_cost
 from fastweights.report.page import Plot, Table, block_markdown
 from fastweights.report.results import ReportError, ResultFile, read_results
+from fastweights.report.values import find_result, value_text
 
 FILES = re.compile(r"^<!--\s*results:(.*?)-->", re.DOTALL | re.MULTILINE)
-MARK = re.compile(r"^<!--\s*(?:report:\s*(?P<name>.*?)|end)\s*-->[ \t]*$", re.MULTILINE)
-FENCED = re.compile(r"^(```|~~~).*?^\1", re.DOTALL | re.MULTILINE)
+MARK = re.compile(r"^<!--\s*(?:(?P<kind>report|figure):\s*(?P<name>.*?)|end)\s*-->[ \t]*$", re.MULTILINE)
+VALUE = re.compile(r"<!--\s*value:\s*(?P<expression>.*?)\s*-->(?P<text>[^\n]*?)<!--\s*end\s*-->")
+VALUE_START = re.compile(r"<!--\s*value:")
+# A comment that starts a line, a list item or a quotation ends the paragraph in CommonMark: the sentence would break.
+LINE_START = re.compile(r"[ \t]*(?:(?:[-*+>]|\d+\.)[ \t]+)*")
+CODE = re.compile(r"^(```|~~~).*?^\1|`[^`\n]+`", re.DOTALL | re.MULTILINE)
+
+Parts = Mapping[str, Table | Plot]
 
 
 @dataclass(frozen=True)
 class _Block:
     """What stands between two marks, as places in the page's text."""
 
+    kind: str
     name: str
     line: int
     start: int
     stop: int
 
 
-def fill_page(page: str | os.PathLike, results: Sequence[ResultFile] | None = None, *, write: bool = True) -> bool:
-    """Fill the marked blocks of a page from the results that it names, or from those given; returns whether anything
-    was not up to date. Without `write` nothing is written, and of a plot only its presence is looked at: other
-    versions of matplotlib draw other bytes."""
+@dataclass(frozen=True)
+class _Edit:
+    """New text for a place of the page, and the plot it shows."""
+
+    start: int
+    stop: int
+    text: str
+    plot: Plot | None = None
+
+
+def fill_page(
+    page: str | os.PathLike,
+    results: Sequence[ResultFile] | None = None,
+    *,
+    parts: Parts | None = None,
+    write: bool = True,
+) -> bool:
+    """Fill the marks of a page.
+
+    Args:
+        page: a Markdown file.
+        results: result files for the `report` blocks, in place of those that the page names.
+        parts: tables and plots by name that `report` blocks may show besides those of the results.
+        write: False only compares. A plot is then only looked for, since versions of matplotlib draw other bytes.
+
+    Returns:
+        Whether anything was not up to date.
+
+    Raises:
+        ReportError: a mark is not closed, or the results do not have what it names; the message has page and line.
+    """
     page = Path(page)
     text = _read(page)
-    blocks = _blocks(page, text)
-    parts = _parts(page, text, results)
-    for block in blocks:
-        if block.name not in parts:
-            known = ", ".join(parts)
-            raise ReportError(f"{page}, line {block.line}: the results have no part {block.name!r}; they have: {known}")
-    filled, plots = _filled(page, text, [(block, parts[block.name]) for block in blocks])
+    edits = sorted([*_block_edits(page, text, results, parts or {}), *_value_edits(page, text)], key=lambda e: e.start)
+    if not edits:
+        raise ReportError(f"{page} has nothing to fill: mark a place with <!-- report: NAME --> and <!-- end --> below")
+    filled = _apply(text, edits)
+    plots = {page.parent / edit.plot.file: edit.plot for edit in edits if edit.plot}
     if not write:
         return filled != text or any(not path.is_file() for path in plots)
     files: dict[Path, str] = {path: plot.svg for path, plot in plots.items()} | {page: filled}
@@ -59,8 +97,9 @@ def fill_page(page: str | os.PathLike, results: Sequence[ResultFile] | None = No
 
 
 def is_filled(page: str | os.PathLike) -> bool:
-    """Whether a page says what it is filled from."""
-    return FILES.search(_without_code(_read(Path(page)))) is not None
+    """Whether a page has marks to fill."""
+    text = _without_code(_read(Path(page)))
+    return bool(VALUE_START.search(text) or any(mark["kind"] for mark in MARK.finditer(text)))
 
 
 def _read(page: Path) -> str:
@@ -76,12 +115,54 @@ def _holds(path: Path, content: str) -> bool:
 
 
 def _without_code(text: str) -> str:
-    """Blanks in place of code blocks, which may show how to write a mark: every place stays the same."""
-    return FENCED.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
+    """Blanks in place of code, which may show how to write a mark: every place stays the same."""
+    return CODE.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
 
 
 def _line(text: str, place: int) -> int:
     return text.count("\n", 0, place) + 1
+
+
+def _apply(text: str, edits: Sequence[_Edit]) -> str:
+    filled, last = [], 0
+    for edit in edits:
+        filled += [text[last : edit.start], edit.text]
+        last = edit.stop
+    return "".join([*filled, text[last:]])
+
+
+def _value_edits(page: Path, text: str) -> list[_Edit]:
+    code_free = _without_code(text)
+    found = {mark.start(): mark for mark in VALUE.finditer(code_free)}
+    edits = []
+    for start in (mark.start() for mark in VALUE_START.finditer(code_free)):
+        where = f"{page}, line {_line(text, start)}"
+        if start not in found:
+            raise ReportError(f"{where}: the value is not closed: put <!-- end --> after it, on the same line")
+        if LINE_START.fullmatch(text, text.rfind("\n", 0, start) + 1, start):
+            raise ReportError(f"{where}: a value cannot start a line, where a comment ends the paragraph")
+        mark = found[start]
+        try:
+            value = value_text(mark["expression"], page.parent)
+        except ReportError as error:
+            raise ReportError(f"{where}: {error}") from error
+        edits.append(_Edit(*mark.span("text"), value))
+    return edits
+
+
+def _block_edits(page: Path, text: str, results: Sequence[ResultFile] | None, parts: Parts) -> list[_Edit]:
+    blocks = _blocks(page, text)
+    if any(block.kind == "report" and block.name not in parts for block in blocks):
+        parts = {**_parts(page, text, results), **parts}
+    edits = []
+    for block in blocks:
+        if block.kind == "report" and block.name not in parts:
+            known = ", ".join(parts)
+            raise ReportError(f"{page}, line {block.line}: the results have no part {block.name!r}; they have: {known}")
+        part = _figure(page, block) if block.kind == "figure" else parts[block.name]
+        plot = replace(part, file=f"{page.stem}_{Path(part.file).name}") if isinstance(part, Plot) else None
+        edits.append(_Edit(block.start, block.stop, f"\n{block_markdown(plot or part)}\n", plot))
+    return edits
 
 
 def _blocks(page: Path, text: str) -> list[_Block]:
@@ -96,10 +177,18 @@ def _blocks(page: Path, text: str) -> list[_Block]:
             continue
         if after is None or after["name"] is not None:
             raise ReportError(f"{page}, line {line}: the block {name!r} is not closed: put <!-- end --> below it")
-        blocks.append(_Block(name, line, mark.end(), after.start()))
-    if not blocks:
-        raise ReportError(f"{page} has nothing to fill: mark a place with <!-- report: NAME --> and <!-- end --> below")
+        blocks.append(_Block(mark["kind"], name, line, mark.end(), after.start()))
     return blocks
+
+
+def _figure(page: Path, block: _Block) -> Plot:
+    """The cost figure of a result file."""
+    try:
+        (result,) = read_results([find_result(block.name, page.parent)])
+    except ReportError as error:
+        raise ReportError(f"{page}, line {block.line}: {error}") from error
+    caption = f"Time and memory of one token against the length of the text before it. From {result.file}."
+    return Plot(f"{Path(block.name).stem}.svg", lambda: draw_cost(result)[0], caption, block.name)
 
 
 def _parts(page: Path, text: str, results: Sequence[ResultFile] | None) -> dict[str, Table | Plot]:
@@ -133,15 +222,3 @@ def _named_files(page: Path, text: str) -> list[Path]:
     if not files:
         raise ReportError(f"{page}, line {line}: no result file is named: write <!-- results: ../results/*.json -->")
     return files
-
-
-def _filled(page: Path, text: str, blocks: Sequence[tuple[_Block, Table | Plot]]) -> tuple[str, dict[Path, Plot]]:
-    """The text, and the plots by the files that it shows them from, beside the page."""
-    pieces, plots, last = [], {}, 0
-    for block, part in blocks:
-        if isinstance(part, Plot):
-            part = replace(part, file=f"{page.stem}_{Path(part.file).name}")
-            plots[page.parent / part.file] = part
-        pieces += [text[last : block.start], f"\n{block_markdown(part)}\n"]
-        last = block.stop
-    return "".join([*pieces, text[last:]]), plots

@@ -1,42 +1,41 @@
-"""Fills the tables of docs/speed.md from the results, so that no figure there is typed by hand.
-
-python benchmarks/speed_page.py
-"""
+"""Tables of the GPU and CPU measurements, for the blocks of docs/speed.md that benchmarks/figures.py fills."""
 
 from __future__ import annotations
 
 import json
-import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fastweights.report.page import Table
+
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs/speed.md"
 
 
-def filled(page: str) -> str:
-    """The page with what stands between `<!-- name -->` and `<!-- end -->` made anew."""
+def speed_tables() -> dict[str, Table]:
+    """Every table by the name that a page asks for it with."""
     kernels, training, decode = (_result(f"gpu_{name}")["parts"] for name in ("kernels", "training", "decode"))
-    tables = {
-        "operations": _operations(kernels["kernels"], kernels["fla"]["peers"]),
-        "parts": _parts(kernels["kernels"]["profiles"]),
-        "precision": _precision(kernels["precision"]["cases"]),
-        "training": _training(training["training"]["models"]),
-        "decode": _decode(decode["decode"]),
-        "cpu": _cpu(_result("decode_cpu")),
+    lines = {
+        "operations": (_operations(kernels["kernels"], kernels["fla"]["peers"]), "gpu_kernels.json"),
+        "kernel times": (_parts(kernels["kernels"]["profiles"]), "gpu_kernels.json"),
+        "precision": (_precision(kernels["precision"]["cases"]), "gpu_kernels.json"),
+        "training speed": (_training(training["training"]["models"]), "gpu_training.json"),
+        "decoding speed": (_decode(decode["decode"]), "gpu_decode.json"),
+        "decoding on a CPU": (_cpu(_result("decode_cpu")), "decode_cpu.json"),
+        "chunked on a CPU": (_chunked(_result("cpu")["operations"]), "cpu.json"),
     }
+    return {name: _table(name, rows, f"From {file}.") for name, (rows, file) in lines.items()}
 
-    def table(match: re.Match[str]) -> str:
-        return f"<!-- {match[1]} -->\n{tables[match[1]]}\n<!-- end -->"
 
-    return re.sub(r"<!-- (\w+) -->\n.*?<!-- end -->", table, page, flags=re.DOTALL)
+def _table(name: str, lines: Sequence[Sequence[str]], note: str) -> Table:
+    return Table(lines[0], lines[1:], names=1, note=note, name=name)
 
 
 def _result(name: str) -> dict[str, Any]:
     return json.loads((ROOT / f"results/{name}.json").read_text())
 
 
-def _operations(part: dict[str, Any], others: list[dict[str, Any]]) -> str:
+def _operations(part: dict[str, Any], others: list[dict[str, Any]]) -> list[list[str]]:
     """One line an operation, three lengths side by side: on the device alone, and with Python's launches."""
     shapes = list(dict.fromkeys(row["shape"] for row in part["peers"]))
     lines = [["", "m", *(shape.split(", H")[0] for shape in shapes), "peak MiB"]]
@@ -55,7 +54,7 @@ def _operations(part: dict[str, Any], others: list[dict[str, Any]]) -> str:
         rows = {row["shape"]: row for row in others if (row["peer"], row["m"]) == (name, m)}
         cells = [_times(rows.get(shape, {}), "") for shape in shapes]
         lines.append([name, str(m), *cells, _peak(rows[shapes[0]])])
-    return _markdown(lines)
+    return lines
 
 
 def _times(row: dict[str, Any], way: str) -> str:
@@ -67,34 +66,34 @@ def _peak(row: dict[str, Any]) -> str:
     return f"{row['peak extra MiB']:.0f}" if "peak extra MiB" in row else "–"
 
 
-def _parts(profiles: dict[str, Any]) -> str:
+def _parts(profiles: dict[str, Any]) -> list[list[str]]:
     names = ["forward", "backward", "segment_sums", "scan_segments"]
     lines = [["µs of forward + backward", *names]]
     for shape, rows in profiles.items():
         found = {row["kernel"]: row["us"] for row in rows}
         lines.append([shape.split(", H")[0], *(f"{found.get(name, 0):.0f}" for name in names)])
-    return _markdown(lines)
+    return lines
 
 
-def _precision(cases: list[dict[str, Any]]) -> str:
+def _precision(cases: list[dict[str, Any]]) -> list[list[str]]:
     """The worst of the three shapes."""
     names = list(cases[0]["errors"])
     lines = [["dtype", "gate bias", *names]]
     for dtype, bias in dict.fromkeys((case["dtype"], case["bias"]) for case in cases):
         errors = [case["errors"] for case in cases if (case["dtype"], case["bias"]) == (dtype, bias)]
         lines.append([dtype, f"{bias:+g}", *(f"{max(error[name] for error in errors):.1e}" for name in names)])
-    return _markdown(lines)
+    return lines
 
 
-def _training(models: dict[str, Any]) -> str:
+def _training(models: dict[str, Any]) -> list[list[str]]:
     lines = [["", "tokens/s", "ms a step", "peak GiB", "parameters"]]
     for name, row in models.items():
         step, peak = row["ms a step"]["median"], row["peak MiB"] / 1024
         lines.append([name, f"{row['tokens/s']:,.0f}", f"{step:.1f}", f"{peak:.1f}", f"{row['parameters']:,}"])
-    return _markdown(lines)
+    return lines
 
 
-def _decode(part: dict[str, Any]) -> str:
+def _decode(part: dict[str, Any]) -> list[list[str]]:
     lines = [["", "batch", "context", "ms a step", "tokens/s", "times the floor"]]
     for name, rows in (("decay", part["decay"]), ("attention", part["attention"])):
         for row in sorted(rows, key=lambda row: (row["batch"], row["context"])):
@@ -102,21 +101,23 @@ def _decode(part: dict[str, Any]) -> str:
                 floor = f"{row['times the floor']:.1f}" if "times the floor" in row else "–"
                 cells = [f"{row['batch']}", f"{row['context']:,}", f"{row['ms']:.2f}", f"{row['tokens/s']:,.0f}", floor]
                 lines.append([name, *cells])
-    return _markdown(lines)
+    return lines
 
 
-def _cpu(result: dict[str, Any]) -> str:
+def _cpu(result: dict[str, Any]) -> list[list[str]]:
     lines = [["tokens before", "attention", "engine", "ratio"]]
     for row in result["points"]:
         base, engine = row["attention"], row["engine"]
         lines.append([f"{row['length']:,}", f"{1e3 * base:.2f} ms", f"{1e3 * engine:.2f} ms", f"{engine / base:.2f}"])
-    return _markdown(lines)
+    return lines
 
 
-def _markdown(lines: list[list[str]]) -> str:
-    head, *rows = ["| " + " | ".join(cells) + " |" for cells in lines]
-    return "\n".join([head, "|" + "---|" * len(lines[0]), *rows])
-
-
-if __name__ == "__main__":
-    PAGE.write_text(filled(PAGE.read_text()))
+def _chunked(operations: dict[str, Any]) -> list[list[str]]:
+    lines = [["rule", "chunked", "plain loop", "split loop", "memory: chunked", "memory: split loop"]]
+    for rule in ("decay", "gated", "delta", "add"):
+        seconds, peak = operations[rule]["seconds"], operations[rule]["peak bytes"]
+        fast = seconds["chunked"]
+        loops = [f"{1e3 * seconds[name]:,.0f} ms, {seconds[name] / fast:.1f} ×" for name in ("loop", "split loop")]
+        memory = [f"{peak[name] / 1e6:.0f} MB" for name in ("chunked", "split loop")]
+        lines.append([rule, f"{1e3 * fast:.0f} ms", *loops, *memory])
+    return lines

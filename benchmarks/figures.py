@@ -1,0 +1,29 @@
+"""Fill every table, plot and value of README.md and docs/ from results/; with --check only say what is not up to date.
+
+python benchmarks/figures.py [--check]
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from speed_tables import speed_tables
+
+from fastweights.report import fill_page, is_filled
+
+ROOT = Path(__file__).parent.parent
+
+
+def stale_pages(write: bool) -> list[str]:
+    """The pages in which something was not up to date."""
+    pages = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if is_filled(page)]
+    tables = speed_tables()
+    return [str(page.relative_to(ROOT)) for page in pages if fill_page(page, parts=tables, write=write)]
+
+
+if __name__ == "__main__":
+    check = "--check" in sys.argv[1:]
+    stale = stale_pages(write=not check)
+    print("\n".join(f"{page}: {'not up to date' if check else 'filled'}" for page in stale) or "all up to date")
+    sys.exit(int(check and bool(stale)))
