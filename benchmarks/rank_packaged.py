@@ -1,4 +1,4 @@
-"""Which layers of the packaged model, right after its swap, gain most as attention, with and without fitting first.
+"""Which layers of the packaged model, right after its conversion, gain most as attention, with and without --fit.
 
 python benchmarks/rank_packaged.py [--out results/rank_packaged.json]
 """
@@ -27,17 +27,16 @@ def main() -> None:
     options = parser.parse_args()
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        swapped = Path(folder) / "swapped"
-        run("convert", str(PACKAGED), "-o", str(swapped), *SETTINGS)
+        converted = Path(folder) / "converted"
+        run("convert", str(PACKAGED), "-o", str(converted), *SETTINGS)
         for name, asked in ASKED.items():
             output = Path(folder) / f"{name}.json"
-            run("rank", str(swapped), "--data", str(PACKAGED / "validation.txt.xz"), "-o", str(output), *asked)
+            run("rank", str(converted), "--data", str(PACKAGED / "validation.txt.xz"), "-o", str(output), *asked)
             found[name] = json.loads(output.read_text())
-    first = found["fitted"]
-    shared = {name: first[name] for name in ("kind", "seed", "tokens", "model", "data")}
     own = ("settings", "kl", "layers", "chosen", "kl_after", "seconds")
-    what = "which layers of the packaged model, right after its swap, gain most as attention: fastweights rank"
-    write_result(options.out, {"what": what} | shared | {n: {k: r[k] for k in own} for n, r in found.items()})
+    what = "which layers of the packaged model, right after its conversion, gain most as attention: fastweights rank"
+    unfitted = {name: found["unfitted"][name] for name in own}
+    write_result(options.out, {"what": what} | found["fitted"] | {"unfitted": unfitted})
 
 
 def run(*arguments: str) -> None:

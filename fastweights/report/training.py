@@ -49,6 +49,8 @@ def _outcome(run: Entry) -> str:
 
 def _divergence(run: Entry) -> str:
     stage, step = value_at(run.diverged, "stage"), whole(value_at(run.diverged, "step"))
+    names = [str(of.get("name")) for of in objects(run.body, "stages")]
+    stage = names[stage] if isinstance(stage, int) and 0 <= stage < len(names) else stage
     during = "" if stage in (None, "") else f" (stage {stage})"
     return f"diverged at step {step}{during}: {value_at(run.diverged, 'reason') or 'no reason was noted'}"
 

@@ -25,7 +25,7 @@ def evaluated(name: str, converted: bool, factor: float) -> dict[str, Any]:
         "name": name,
         "parameters": 134_515_008,
         "converted": converted,
-        "rule": "decay" if converted else None,
+        "rule": "decay" if converted else "attention",
         "state_bytes": 2_211_840 if converted else 0,
         "perplexity": [
             {"data": "wiki", "length": 1024, "context": 0, "tokens": 5000, "token": 20.0 * factor, "word": 31.5}
@@ -41,9 +41,10 @@ def evaluated(name: str, converted: bool, factor: float) -> dict[str, Any]:
                 {"distance": 16, "accuracy": 0.97, "chance": 0.125, "samples": 64},
                 {"distance": 512, "accuracy": 0.95 / factor**4, "chance": 0.125, "samples": 64},
             ],
-            "copy": [{"distance": 16, "accuracy": 0.5, "chance": 1e-5}],
+            "copy": [{"distance": 16, "accuracy": 0.5, "chance": 1e-5, "samples": 64}],
         },
         "tasks": {"lambada": {"acc": 0.43 / factor, "acc_stderr": 0.007}, "wikitext": {"word_perplexity": 33.25}},
+        "seconds": 12.5,
     }
 
 
@@ -52,6 +53,7 @@ EVALUATION = {
     **PROVENANCE,
     "seed": 0,
     "tokens": 5000,
+    "settings": {"length": 1024, "contexts": [0, 480], "batch_size": 8},
     "models": [evaluated("gpt2", False, 1.0), evaluated("gpt2-decay", True, 1.25)],
 }
 COST = {
@@ -59,9 +61,13 @@ COST = {
     **PROVENANCE,
     "seed": 0,
     "tokens": 16,
+    "batch": 1,
+    "dtype": "float32",
+    "device": "cpu",
     "models": [
         {
             "name": "gpt2",
+            "converted": False,
             "points": [
                 {"length": 256, "seconds": 0.004, "bytes": 4_000_000},
                 {"length": 1024, "seconds": 0.012, "bytes": 16_000_000},
@@ -70,6 +76,7 @@ COST = {
         },
         {
             "name": "gpt2-decay",
+            "converted": True,
             "points": [
                 {"length": 256, "seconds": 0.006, "bytes": 500_000},
                 {"length": 1024, "seconds": 0.006, "bytes": 500_000},
@@ -86,33 +93,50 @@ TRAINING = {
     "name": "paper-run",
     "recipe": {"lr": 1e-3, "stages": [{"loss": "transfer"}]},
     "model": {"name": "gpt2-decay", "parameters": 1, "settings": {"rule": "decay", "m": 32, "window": 0}},
+    "data": {"name": "books.txt", "tokens": 9_000_000},
     "base": {"name": "gpt2", "perplexity": 14.5},
+    "processes": 1,
     "stages": [
         {"name": "transfer", "loss": "transfer", "steps": 100, "tokens": 1_000_000, "seconds": 90.0},
         {"name": "finetune", "loss": "finetune", "steps": 200, "tokens": 2_000_000, "seconds": 7300.0},
     ],
-    "curve": [
-        {"step": 50 * i, "tokens": 500_000 * i, "stage": "transfer" if i < 3 else "finetune", "loss": 4.0 / i}
-        for i in range(1, 7)
-    ],
+    "curve": [{"step": 50 * i, "tokens": 500_000 * i, "stage": int(i >= 3), "loss": 4.0 / i} for i in range(1, 7)],
     "validation": [
-        {"step": 100 * i, "tokens": 1_000_000 * i, "stage": "finetune", "loss": 3.0, "perplexity": 14.0 + 30.0 / i**2}
+        {"step": 100 * i, "tokens": 1_000_000 * i, "stage": 1, "loss": 3.0, "perplexity": 14.0 + 30.0 / i**2}
         for i in range(1, 4)
     ],
-    "best": {"step": 300, "tokens": 3_000_000, "perplexity": 17.3333},
-    "last": {"step": 300, "tokens": 3_000_000, "perplexity": 17.4},
+    "best": {"step": 300, "tokens": 3_000_000, "stage": 1, "loss": 2.85, "perplexity": 17.3333},
+    "last": {"step": 300, "tokens": 3_000_000, "stage": 1, "loss": 2.86, "perplexity": 17.4},
     "diverged": None,
     "seconds": 7390.0,
     "finished": True,
+}
+RANKING = {
+    "kind": "ranking",
+    **PROVENANCE,
+    "seed": 0,
+    "tokens": 65_536,
+    "model": {"name": "gpt2-decay", "base": "gpt2", "settings": {"rule": "decay", "m": 32, "window": 0}},
+    "data": {"name": "books.txt"},
+    "settings": {"keep": 2, "fit": False, "length": 512, "device": "cpu"},
+    "kl": 0.25,
+    "layers": [
+        {"layer": 3, "kl": 0.125, "gain": 0.125},
+        {"layer": 0, "kl": 0.2, "gain": 0.05},
+        {"layer": 7, "kl": 0.2625, "gain": -0.0125},
+    ],
+    "chosen": [3, 0],
+    "kl_after": [0.125, 0.0875],
+    "seconds": 42.0,
 }
 ALL = {"eval": EVALUATION, "cost": COST, "train": TRAINING}
 PLOTS = {"position", "recall_pairs", "recall_copy", "seconds", "bytes", "loss", "validation"}
 
 
 def diverged(**changes: Any) -> dict[str, Any]:
-    ending = {"diverged": {"step": 120, "stage": "finetune", "reason": "the loss is nan"}, "finished": False}
-    curve = [*TRAINING["curve"][:3], {"step": 120, "tokens": 1_600_000, "stage": "finetune", "loss": NAN}]
-    worst = {"best": {"perplexity": None}, "last": {"perplexity": INFINITY}}
+    ending = {"diverged": {"step": 120, "stage": 1, "reason": "the loss is nan"}, "finished": False}
+    curve = [*TRAINING["curve"][:3], {"step": 120, "tokens": 1_600_000, "stage": 1, "loss": NAN}]
+    worst = {"best": None, "last": TRAINING["last"] | {"loss": INFINITY, "perplexity": INFINITY}}
     return TRAINING | ending | {"curve": curve, "validation": TRAINING["validation"][:1]} | worst | changes
 
 

@@ -165,7 +165,7 @@ def test_a_figure_of_a_layer_and_models_has_two_rows(tmp_path: Path) -> None:
     one, _ = drawn(LAYER, tmp_path)
     both, _ = drawn(BOTH, tmp_path)
     shown = svg_texts(tmp_path / "cost.svg")
-    assert "whole models, batch 1, x86_64" in shown and {"gpt2", "gpt2-decay", "delta"} <= set(shown)
+    assert "whole models, batch 1, float32, x86_64" in shown and {"gpt2", "gpt2-decay", "delta"} <= set(shown)
     assert "Memory kept of the text" in shown  # these models have no peaks
     (_, low), (_, high) = (struct.unpack(">II", png[16:24]) for png in (one, both))
     assert high == 2 * low
