@@ -2,9 +2,12 @@
 it must be chosen before Triton is imported."""
 
 import os
+from pathlib import Path
 
 import torch
 
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# Scripts that tests start import helpers, too.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from fastweights.ops import linear, linear_kernels
+from fastweights.ops import linear
+from fastweights.ops.triton import decode_linear as linear_kernels
 from helpers.compile_kernels import compile_only
 
 # columns, inner numbers, what stands around; each without and with a norm's sums that are given or handed on

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from fastweights.ops import step, step_kernels
+from fastweights.ops import step
+from fastweights.ops.triton import decode_step as step_kernels
 from helpers.compile_kernels import TYPES
 from helpers.compile_linear import Compiler
 

@@ -16,7 +16,7 @@ from helpers.tiny import CONFIGS, pretrained, tokens
 from torch import Tensor
 
 import fastweights as fw
-import fastweights.modeling.families
+from fastweights.modeling.families import family_of
 from fastweights.training.losses import StageLoss, answer, capture_attention, converted_layers, next_tokens, run_model
 from fastweights.training.output_fit import fit_outputs
 from fastweights.training.recipe import Stage
@@ -125,7 +125,7 @@ def test_hidden_states_are_matched_block_by_block(family: str) -> None:
         runs = []
         for model in (teacher, student):
             seen: list[Tensor] = []
-            blocks = fw.families.family_of(model).blocks(model)
+            blocks = family_of(model).blocks(model)
             hooks = [b.register_forward_hook(lambda _m, _a, y, seen=seen: seen.append(y)) for b in blocks]
             run_model(model, rows)
             runs.append([y if isinstance(y, Tensor) else y[0] for y in seen])
@@ -138,7 +138,7 @@ def test_hidden_states_are_matched_block_by_block(family: str) -> None:
         expected += float(share[counted].sum()) / len(runs[0])
     assert float(nothing.abs()) < 1e-6
     assert_close("hidden", more - plain, 2 * expected, 1e-4)
-    assert not any(block._forward_hooks for block in fw.families.family_of(teacher).blocks(teacher))
+    assert not any(block._forward_hooks for block in family_of(teacher).blocks(teacher))
 
 
 def test_the_score_is_cross_entropy_in_every_stage() -> None:
