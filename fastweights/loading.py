@@ -159,9 +159,9 @@ def new_model_folder(
     try:
         with atomic_folder(target) as temporary:
             yield temporary
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise CheckpointError(f"cannot write to {target}: {reason}; choose another output folder") from error
+    except OSError as error:
+        reason = f"{error.strerror}; choose another output folder"
+        raise CheckpointError(f"cannot write to {target}: {reason}") from error
 
 
 def _check_target(target: Path, overwrite: bool) -> None:

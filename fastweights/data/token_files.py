@@ -6,9 +6,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
-import socket
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -17,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress
+from rich.progress import BarColumn, DownloadColumn
 
 from fastweights.data.readers import DataError, Documents, Source, find
 from fastweights.loading import require_tokenizer
+from fastweights.utils.files import atomic_folder, remove_leftovers, write_json
+from fastweights.utils.progress import progress_bar
 
 FORMAT_VERSION = 1
 
@@ -125,46 +123,27 @@ def _open(folder: Path) -> TokenFile | None:
 
 
 def _make(folder: Path, write: Callable[[Path], None]) -> TokenFile:
-    """Write under a temporary name, then rename. Another process may have been faster: what it made is as good."""
+    """Write a token file. Another process may have finished first: its file is as good."""
     failure: OSError | None = None
+    remove_leftovers(folder.parent)  # also those of other texts, which nobody may ask for again
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(folder.parent)
-        prefix = f".{folder.name}.{os.getpid()}.{socket.gethostname()}."
-        temporary = Path(tempfile.mkdtemp(prefix=prefix, suffix=".tmp", dir=folder.parent))
-        try:
+        with atomic_folder(folder, unless=lambda: _open(folder) is not None) as temporary:
             write(temporary)
-            temporary.chmod(0o755)
-            if _open(folder) is None:
-                shutil.rmtree(folder, ignore_errors=True)
-                temporary.rename(folder)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
     except OSError as error:
         failure = error
     made = _open(folder)
     if made is None:
-        reason = failure or "it cannot be read back"
+        reason = "it cannot be read back" if failure is None else failure.strerror
         raise DataError(f"cannot write to {folder}: {reason}; set FASTWEIGHTS_CACHE to another folder") from failure
     return made
-
-
-def _remove_leftovers(parent: Path) -> None:
-    """What killed processes left behind: their number is in the name, with the machine's, for machines may share it."""
-    for folder in parent.glob(f".*.{socket.gethostname()}.*.tmp"):
-        process = folder.name.split(".")[2]
-        if Path("/proc/self").exists() and not Path(f"/proc/{process}").exists():
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write(source: Source, tokenizer: Any, settings: dict[str, Any], progress: bool, folder: Path) -> None:
     dtype = np.dtype(np.uint16 if max(len(tokenizer) - 1, *tokenizer.get_vocab().values()) < 2**16 else np.uint32)
     starts, count, largest = [], Counter[str](tokens=0), 0
-    counted = ["{task.completed:,.0f} documents"] if source.size is None else [BarColumn(), DownloadColumn()]
-    console = Console(stderr=True)
-    shown = progress and console.is_terminal  # elsewhere a bar would leave an empty line
-    bar = Progress("tokenising", *counted, console=console, transient=True, disable=not shown)
-    task = bar.add_task("", total=source.size)
+    columns = ["{task.completed:,.0f} documents"] if source.size is None else [BarColumn(), DownloadColumn()]
+    bar = progress_bar("{task.description}", *columns, enabled=progress)
+    task = bar.add_task("tokenising", total=source.size)
     with (folder / "tokens.bin").open("wb") as file, bar:
         for text, ids, read in _encoded(source.documents, tokenizer, settings["limit"]):
             starts.append(count["tokens"])
@@ -177,7 +156,7 @@ def _write(source: Source, tokenizer: Any, settings: dict[str, Any], progress: b
     np.save(folder / "starts.npy", np.array(starts, dtype=np.int64))
     vocabulary = {"vocab_size": len(tokenizer), "largest_id": largest, "dtype": dtype.name}
     meta = {"source": source.name, **count, **vocabulary, **settings}
-    (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
+    write_json(folder / "meta.json", meta)
 
 
 def _encoded(documents: Documents, tokenizer: Any, limit: int | None) -> Iterator[tuple[str, np.ndarray, int]]:

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 
 from fastweights.config import ConfigError, Sampling, is_whole
@@ -22,6 +20,7 @@ from fastweights.decode.sampling import Mode, Sampler
 from fastweights.modeling.cache import FastWeightsCache
 from fastweights.modeling.classes import FastWeightsMixin, evaluating
 from fastweights.ops.device import obstacle
+from fastweights.utils.progress import track
 
 PIECE = 1024
 # A prompt of more pieces than this shows how far it has been read.
@@ -43,7 +42,7 @@ def prefill(
     pieces = ids[None].split(piece, dim=1)
     shown = progress and len(pieces) > SHOWN_FROM
     with torch.no_grad():
-        for part in track(pieces, "reading", console=Console(stderr=True), transient=True, disable=not shown):
+        for part in track(pieces, "reading", enabled=shown):
             out = model(part.to(model.device), past_key_values=state, logits_to_keep=1)
     return out.logits[:, -1], state
 

@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 
 from fastweights.data.batches import IGNORED
@@ -27,6 +25,7 @@ from fastweights.training.chunked_loss import LossConfig, head_loss, head_of
 from fastweights.training.losses import Batch, converted_layers, hidden_of, next_tokens
 from fastweights.training.output_fit import fit_outputs
 from fastweights.utils.errors import CheckpointError, FastWeightsError
+from fastweights.utils.progress import progress_bar
 
 __all__ = ["RankingError", "hybrid_from", "rank_layers", "restored"]
 
@@ -155,12 +154,8 @@ def _fitted(student: Any, teacher: Any, batches: Sequence[Batch]) -> Iterator[No
 
 @contextmanager
 def _bar(passes: int, progress: bool) -> Iterator[Callable[[], None]]:
-    console = Console(stderr=True)
-    columns = (TextColumn("restoring layers"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    visible = progress and console.is_terminal
-    left = (TextColumn("left"), TimeRemainingColumn())
-    with Progress(*columns, *left, console=console, transient=True, disable=not visible) as bar:
-        task = bar.add_task("", total=passes)
+    with progress_bar(enabled=progress) as bar:
+        task = bar.add_task("restoring layers", total=passes)
         yield lambda: bar.advance(task)
 
 

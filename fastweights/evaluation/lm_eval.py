@@ -33,6 +33,7 @@ from rich.progress import Progress
 from fastweights.loading import require_tokenizer
 from fastweights.modeling.classes import evaluating
 from fastweights.utils.errors import FastWeightsError
+from fastweights.utils.progress import progress_bar
 
 # Standard errors without a formula (that of lambada's perplexity) are bootstrapped; lm-eval's 100,000 take minutes.
 BOOTSTRAPS = 1000
@@ -238,12 +239,9 @@ def _problem(line: str, fields: tuple[str, ...]) -> str:
 
 
 @contextlib.contextmanager
-def _bar(progress: bool) -> Iterator[Progress | None]:
-    console = Console(file=sys.stderr)  # stderr as it is now, before lm-eval's output is sent nowhere
-    if not progress or not console.is_terminal:
-        yield None
-        return
-    with Progress(console=console, transient=True) as bar:
+def _bar(progress: bool) -> Iterator[Progress]:
+    console = Console(file=sys.stderr)  # stderr as it is now, before lm-eval's output is discarded
+    with progress_bar(console=console, enabled=progress) as bar:
         bar.add_task("lm-eval", total=None)
         yield bar
 

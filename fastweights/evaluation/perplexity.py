@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor, nn
 
 from fastweights.evaluation.lm_eval import EvaluationError, check_tasks, run_tasks
@@ -28,6 +26,7 @@ from fastweights.loading import require_tokenizer
 from fastweights.modeling.classes import FastWeightsMixin, evaluating, position_limit
 from fastweights.modeling.description import describe
 from fastweights.modeling.families import UnknownFamilyError
+from fastweights.utils.progress import track
 
 __all__ = ["EvaluationError", "Perplexity", "evaluate", "perplexity", "perplexity_by_position", "recall_probe"]
 
@@ -152,7 +151,7 @@ def recall_probe(
     found: dict[str, list[dict[str, Any]]] = {"pairs": [], "copy": []}
     read = functools.partial(_read, model, batch_size)
     with evaluating(model):
-        for distance in _track(distances, "recall", progress):
+        for distance in track(distances, "recall", enabled=progress):
             draw = functools.partial(_draw, ids, samples, torch.Generator().manual_seed(seed))
             found["pairs"].append(
                 _recall_pairs(draw, read, distance, pairs) | {"chance": 1 / pairs, "samples": samples}
@@ -436,10 +435,4 @@ def _batches(count: int, batch_size: int, what: str, progress: bool) -> Iterable
     """The number of the first window of each batch."""
     if batch_size < 1:
         raise EvaluationError(f"--batch-size {batch_size}: choose at least 1")
-    return _track(range(0, count, batch_size), what, progress)
-
-
-def _track(items: Sequence[int], what: str, progress: bool) -> Iterable[int]:
-    console = Console(stderr=True)
-    visible = progress and console.is_terminal  # elsewhere a bar would leave an empty line
-    return track(items, what, console=console, transient=True, disable=not visible)
+    return track(range(0, count, batch_size), what, enabled=progress)

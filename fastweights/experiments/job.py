@@ -35,6 +35,7 @@ from fastweights.training.recipe import Recipe
 from fastweights.training.run import VALIDATION_BATCH_TOKENS
 from fastweights.training.trainer import Diverged, Interrupted, TrainConfig, resume, train
 from fastweights.utils.errors import CheckpointError
+from fastweights.utils.files import write_json
 from fastweights.utils.progress import Display
 from fastweights.utils.provenance import write_result
 
@@ -233,7 +234,7 @@ def _begin(job: Job, memory_share: float) -> TrainConfig:
     setup, variant = job.setup, job.variant
     for folder in (job.training, job.swapped):
         shutil.rmtree(folder, ignore_errors=True)
-    saved.write_json(job.begun, job.settings())
+    write_json(job.begun, job.settings())
     if variant.config is not None:
         model = convert(load(setup.model, dtype=torch.float32), variant.config)
         model.config.fastweights_base = setup.model

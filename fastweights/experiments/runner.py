@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
 from fastweights.conversion import check_layers
 from fastweights.data.batches import validation_rows
@@ -31,6 +31,8 @@ from fastweights.modeling.classes import FastWeightsMixin, position_limit
 from fastweights.modeling.families import family_of
 from fastweights.training import checkpoint as saved
 from fastweights.utils.errors import Stopped
+from fastweights.utils.files import write_json
+from fastweights.utils.progress import progress_bar
 
 # A forked process has no use of the GPU once its parent had.
 PROCESSES: Any = multiprocessing.get_context("spawn")
@@ -148,7 +150,7 @@ def _result(job: Job) -> dict[str, Any]:
     result = read_result(job)
     if result.get("cell") != job.variant.cell:
         result["cell"] = job.variant.cell
-        saved.write_json(job.result, result)
+        write_json(job.result, result)
     return result
 
 
@@ -160,14 +162,14 @@ class _Runner:
         self.running: dict[Any, tuple[Job, Any]] = {}
         self.asked: set[Any] = set()
         self.outcome = Outcome()
-        self.bars = Progress(
+        self.bars = progress_bar(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
             TextColumn("{task.fields[tokens]}"),
             TextColumn("{task.fields[perplexity]}"),
             TimeElapsedColumn(),
             console=console,
-            disable=not console.is_terminal,
+            transient=False,
         )
 
     def run(self) -> Outcome:

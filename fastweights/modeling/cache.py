@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from fastweights.config import FastWeightsConfig
 from fastweights.utils.errors import FastWeightsError
+from fastweights.utils.files import write_tensors
 
 # Settings that say how a model began, or what it refuses.
 NO_MATTER = ("positions", "seed", "train_length", "projection_init")
@@ -214,15 +214,11 @@ class FastWeightsCache(Cache):
             if hasattr(layer, "cumulative_length"):
                 tensors[f"{i}.cumulative_length"] = torch.as_tensor(layer.cumulative_length)
         tensors["model"] = torch.cat(weight_samples(model))
-        path, metadata = Path(path), {"kind": FILE_KIND, "model": layout(model)}
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        metadata = {"kind": FILE_KIND, "model": layout(model)}
         try:
-            save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, temporary, metadata)
-            temporary.replace(path)
-        except (OSError, SafetensorError) as error:
-            raise StateError(f"cannot write the state to {path}: {error}") from error
-        finally:
-            temporary.unlink(missing_ok=True)
+            write_tensors(path, {name: t.detach().cpu().contiguous() for name, t in tensors.items()}, metadata)
+        except OSError as error:
+            raise StateError(f"cannot write the state to {path}: {error.strerror}") from error
 
     @classmethod
     def load(cls, path: str | os.PathLike, model: Any) -> FastWeightsCache:

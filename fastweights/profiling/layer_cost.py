@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -23,6 +21,7 @@ from fastweights.profiling.model_cost import check_counts, check_lengths, compar
 from fastweights.profiling.timing import Conditions, Contender, Findings, check_room, measure, on
 from fastweights.rules import RULES
 from fastweights.rules.feature_maps import sum_normalize
+from fastweights.utils.progress import track
 
 LENGTHS = tuple(2**i for i in range(7, 17))
 TURNS, SETTLE = 15, 6
@@ -135,9 +134,7 @@ def layer_cost(
     shape = Shape(batch, heads, d, m, dtype, device, torch.Generator(device).manual_seed(0))
     found = {name: Findings() for name in ("attention", *rules)}
     with torch.no_grad(), on(device):
-        for length in track(
-            sorted(lengths), "one layer", console=Console(stderr=True), transient=True, disable=not progress
-        ):
+        for length in track(sorted(lengths), "one layer", enabled=progress):
             contenders = {name: functools.partial(_contender, shape, name, length) for name in found}
             measure(contenders, length, Conditions(device, turns, compiled, SETTLE), found)
     entries = [findings.entry(name, converted=name != "attention") for name, findings in found.items()]

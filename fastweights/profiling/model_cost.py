@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
@@ -25,6 +23,7 @@ from fastweights.modeling.classes import FastWeightsMixin, evaluating, position_
 from fastweights.modeling.description import layers_of
 from fastweights.modeling.families import family_of
 from fastweights.profiling.timing import Conditions, Contender, Findings, check_room, measure, on
+from fastweights.utils.progress import track
 
 LENGTHS = (256, 1024, 4096, 16384)
 TIMED_TOKENS = 16
@@ -61,7 +60,7 @@ def decode_cost(
     _check_positions(measured, lengths[0] + 1)
     found = {name: Findings() for name in models}
     with evaluating(*measured.values()), on(device):
-        for length in track(lengths, "models", console=Console(stderr=True), transient=True, disable=not progress):
+        for length in track(lengths, "models", enabled=progress):
             fitting = {}
             for name, model in measured.items():
                 if _fits(model, length + 1):

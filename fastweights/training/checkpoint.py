@@ -7,7 +7,6 @@ two of them), run.json (what was asked for), log.jsonl (a line for each step), r
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,12 +14,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fastweights.utils.errors import CheckpointError
-from fastweights.utils.files import write_text
+from fastweights.utils.files import atomic_folder, write_json, write_tensors, write_text
 
 CHECKPOINTS, LAST, BEST = "checkpoints", "last", "best"
 TRAINING, PROGRESS, RUN, LOG, RESULT = "training.safetensors", "progress.json", "run.json", "log.jsonl", "result.json"
@@ -41,10 +39,6 @@ class Progress:
     data: list[int] | None = None
     validation_data: list[int] | None = None
     stage_seconds: list[float] = field(default_factory=list)
-
-
-def write_json(path: Path, value: Any) -> None:
-    write_text(path, json.dumps(value, indent=1) + "\n")
 
 
 def read_json(path: Path) -> Any:
@@ -85,40 +79,20 @@ def write_checkpoint(
     """Save everything that a run needs to go on, and let go of what it no longer needs. On any failure what was there
     before is untouched."""
     target = folder / CHECKPOINTS / f"{progress.stage}-{progress.step:07d}"
-    temporary = target.with_name(f".{target.name}.tmp")
     try:
-        if not (target / TRAINING).is_file():
-            shutil.rmtree(target, ignore_errors=True)  # once the best, which nothing was to go on from
-            _fill(temporary, model, weights, tokenizer, training, progress)
-            _flush(temporary)
-            temporary.rename(target)
+        if not (target / TRAINING).is_file():  # the best checkpoint is there without it
+            with atomic_folder(target) as temporary:
+                model.save_pretrained(temporary, state_dict=weights)
+                _save_tokenizer(tokenizer, temporary)
+                write_tensors(temporary / TRAINING, training)
+                write_json(temporary / PROGRESS, asdict(progress))
         # best before last: a run killed in between comes here again
         if progress.best is not None and progress.best["step"] == progress.step:
             link(folder, BEST, target)
         link(folder, LAST, target)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(f"cannot write the checkpoint {target}: {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"cannot write the checkpoint {target}: {error.strerror or error}") from error
     remove_others(folder)
-
-
-def _fill(folder: Path, model: Any, weights: dict, tokenizer: Any, training: dict, progress: Progress) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    model.save_pretrained(folder, state_dict=weights)
-    _save_tokenizer(tokenizer, folder)
-    save_file(training, folder / TRAINING)
-    write_json(folder / PROGRESS, asdict(progress))
-
-
-def _flush(folder: Path) -> None:
-    """To the disk itself: a rename must not outlive, after a power cut, what it names."""
-    for path in (*folder.iterdir(), folder):
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _save_tokenizer(tokenizer: Any, folder: Path) -> None:

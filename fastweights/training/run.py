@@ -33,6 +33,7 @@ from fastweights.training.losses import Batch, next_token_loss
 from fastweights.training.optimizer import parameter_groups
 from fastweights.training.recipe import Recipe, Stage
 from fastweights.utils.errors import CheckpointError, FastWeightsError, Stopped
+from fastweights.utils.files import write_json
 from fastweights.utils.progress import Display
 
 VALIDATION_BATCH_TOKENS = 8_192
@@ -235,7 +236,7 @@ class Run:
         if self.progress.base is not None or self.teacher is None or self.validation is None:
             return
         name = Path(self.teacher.config._name_or_path).name
-        self.display.say(f"measuring {name}")
+        self.display.print(f"measuring {name}")
         loss = self.validation_loss(self._teacher_score)
         self.progress.base = {"name": name, "perplexity": perplexity(loss)}
 
@@ -295,7 +296,7 @@ class Run:
         if self.main:
             with self.writing(self.folder):
                 self.folder.mkdir(parents=True, exist_ok=True)
-                saved.write_json(self.folder / saved.RUN, self.task.to_dict())
+                write_json(self.folder / saved.RUN, self.task.to_dict())
         if self.task.report_to:
             self.accelerator.init_trackers("fastweights", config={"recipe": json.dumps(self.recipe.to_dict())})
 
@@ -311,7 +312,7 @@ class Run:
         def stop(number: int, _frame: Any) -> None:
             self.stop_signal = number
             signal.signal(signal.SIGINT, before[signal.SIGINT])
-            self.display.say("stopping after this step")
+            self.display.print("stopping after this step")
 
         try:
             before: dict[int, Any] = {n: signal.signal(n, stop) for n in (signal.SIGINT, signal.SIGTERM)}

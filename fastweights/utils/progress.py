@@ -1,20 +1,57 @@
-"""What a person sees of a training run: a bar with loss, speed and time left, and a line for each validation."""
+"""Progress on the terminal: bars, and what a training run shows. Nothing else in the package builds a bar."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 SMOOTHING = 0.9
-# Where there is no terminal to draw a bar on, a line every so many steps.
+# Where there is no terminal to draw a bar on, a line is printed every so many steps.
 LINE_EVERY = 50
 Item = TypeVar("Item")
 
 
+def progress_bar(
+    *columns: str | ProgressColumn, enabled: bool = True, console: Console | None = None, transient: bool = True
+) -> Progress:
+    """A bar on stderr, shown on a terminal only: elsewhere it would leave an empty line.
+
+    Args:
+        columns: What to show; by default a description, the bar, the count, and the time elapsed and left.
+        enabled: False shows nothing.
+        console: Where to show it, instead of stderr.
+        transient: Whether the bar disappears at the end.
+    """
+    console = console or Console(stderr=True)
+    usual = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *_times())
+    disable = not (enabled and console.is_terminal)
+    return Progress(*columns or usual, console=console, transient=transient, disable=disable)
+
+
+def track(items: Sequence[Item], description: str, enabled: bool = True) -> Iterable[Item]:
+    """Yield the items, with a bar that counts them."""
+    with progress_bar(enabled=enabled) as bar:
+        yield from bar.track(items, description=description)
+
+
+def _times() -> tuple[ProgressColumn, ...]:
+    return TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
+
+
 class Display:
+    """What a training run shows: a bar with loss, throughput and time left, and a line for each validation."""
+
     def __init__(self, enabled: bool = True, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)
         self._bar = Progress(
@@ -23,9 +60,7 @@ class Display:
             MofNCompleteColumn(),
             TextColumn("loss {task.fields[loss]}"),
             TextColumn("{task.fields[speed]} tokens/s"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+            *_times(),
             console=self.console,
             disable=not enabled,
         )
@@ -48,20 +83,22 @@ class Display:
         self._bar.stop()
 
     def stage(self, name: str, steps: int, done: int) -> None:
+        """Start the bar of a stage of which `done` steps are finished."""
         self._loss = None
         self._task = self._bar.add_task(name, total=steps, completed=done, loss="–", speed="–")
 
     def step(self, loss: float, tokens: int) -> None:
+        """Show a finished step of `tokens` tokens."""
         self._loss = loss if self._loss is None else SMOOTHING * self._loss + (1 - SMOOTHING) * loss
         speed = self._bar.tasks[-1].speed
-        shown = "–" if not speed else f"{speed * tokens:,.0f}"
-        self._bar.update(self._task, advance=1, loss=f"{self._loss:.4f}", speed=shown)
+        throughput = "–" if not speed else f"{speed * tokens:,.0f}"
+        self._bar.update(self._task, advance=1, loss=f"{self._loss:.4f}", speed=throughput)
         done = int(self._bar.tasks[-1].completed)
         if not self.console.is_terminal and done % LINE_EVERY == 0:
-            self.say(f"  step {done}: loss {self._loss:.4f}, {shown} tokens/s")
+            self.print(f"  step {done}: loss {self._loss:.4f}, {throughput} tokens/s")
 
     def track(self, items: Sequence[Item], name: str) -> Iterator[Item]:
-        """The items, with a bar while they last."""
+        """Yield the items, with a bar that counts them."""
         task = self._bar.add_task(name, total=len(items), loss="–", speed="–")
         for item in items:
             yield item
@@ -69,9 +106,10 @@ class Display:
         self._bar.remove_task(task)
 
     def validation(self, tokens: int, perplexity: float, base: float | None) -> None:
+        """Print a validation's perplexity, and its ratio to the base model's where that is known."""
         ratio = "" if base is None else f", {perplexity / base:.3f} × the base"
-        self.say(f"  after {tokens:,} tokens: validation perplexity {perplexity:,.2f}{ratio}")
+        self.print(f"  after {tokens:,} tokens: validation perplexity {perplexity:,.2f}{ratio}")
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         if self.enabled:
             self.console.print(text, highlight=False, markup=False)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
-import json
 import os
 import platform
 import subprocess
 from pathlib import Path
 from typing import Any
 
-from fastweights.utils.files import write_text
+from fastweights.utils.files import write_json
 
 
 def provenance() -> dict[str, Any]:
@@ -28,7 +27,7 @@ def provenance() -> dict[str, Any]:
 
 def write_result(path: str | os.PathLike, result: dict[str, Any]) -> None:
     """Write a result with its provenance."""
-    write_text(path, json.dumps(provenance() | result, indent=1) + "\n")
+    write_json(path, provenance() | result)
 
 
 def _commit() -> str:

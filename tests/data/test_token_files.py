@@ -346,7 +346,7 @@ def test_bad_files(name: str, tmp_path: Path, cache: Path) -> None:
     file, content, message = BAD_FILES[name]
     (tmp_path / file).write_bytes(content)
     assert error_of(tmp_path / file).startswith(f"{tmp_path / file}{message}")
-    assert list(cache.iterdir()) == []
+    assert list(cache.glob("*")) == []
 
 
 def test_bad_sources_and_arguments(source: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from helpers.cli import run, tokenizer
@@ -143,7 +144,9 @@ FULL: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "tokenizer": lambda patch: patch.setattr(
         transformers.PreTrainedTokenizerFast, "save_pretrained", no_room_for_tokenizer
     ),
-    "optimizer": lambda patch: patch.setattr(checkpoint, "save_file", no_room_for_half(checkpoint.save_file)),
+    "optimizer": lambda patch: patch.setattr(
+        safetensors.torch, "save_file", no_room_for_half(safetensors.torch.save_file)
+    ),
     "progress": lambda patch: patch.setattr(checkpoint, "write_json", no_room),
 }
 
