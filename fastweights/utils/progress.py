@@ -1,4 +1,4 @@
-"""Progress on the terminal: bars, and what a training run shows. Nothing else in the package builds a bar."""
+"""Progress on the terminal: bars, and what a training run shows. No other module builds one."""
 
 from __future__ import annotations
 
