@@ -1,6 +1,10 @@
-"""Every way of running a converted model gives the same answer: loop = chunked = step by step through the cache = split
-at random points = left-padded batch = packed documents, for rules x feature maps x normalisations x families x
-(all layers, one layer kept as attention); and generate picks the same tokens on each of these ways."""
+"""Every way of running a converted model gives the same logits, state and tokens.
+
+The ways: loop, chunked, one token at a time through the cache, split at random points, left-padded batch, packed
+documents, greedy generation and beam search. The models: rules x feature maps x normalisers x families x (all layers
+converted, one layer retained as attention). By default every pair of these values is covered; `make test-full` runs
+the whole product.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.pairwise import pairs_of, pairwise_cover
 from helpers.relative_error import assert_close
 from helpers.tiny import CONFIGS, VOCAB, pretrained, tokens
 from torch import Tensor
@@ -25,20 +30,6 @@ LENGTH = 37
 M = 6
 
 
-def _defined() -> list[dict[str, Any]]:
-    """Every combination the config does not refuse, and the settings that change the layer."""
-    found = []
-    for rule, feature_map, normalize in itertools.product(RULES, FEATURE_MAPS, NORMALIZERS):
-        settings = dict(rule=rule, m=M, feature_map=feature_map, normalize=normalize)
-        try:
-            fw.FastWeightsConfig(**settings)
-        except ConfigError:
-            continue
-        found.append(settings)
-    return found
-
-
-DEFINED = _defined()
 OPTIONS = [
     dict(rule="decay", m=M, window=4, output_norm=True),
     dict(rule="decay", m=M, rotary="drop", state_heads="kv", gate_init="log"),
@@ -48,29 +39,91 @@ OPTIONS = [
     dict(rule="local", window=1),
     dict(rule="local", window=50),
 ]
+PLACES = [dict(family=family, hybrid=hybrid) for family in CONFIGS for hybrid in (False, True)]
 
 
-def _name(settings: dict[str, Any]) -> str:
-    return "-".join(str(value) for value in settings.values())
+def _defined() -> list[dict[str, Any]]:
+    """Every combination of rule, feature map and normaliser that the config accepts."""
+    found = []
+    for rule, feature_map, normalize in itertools.product(RULES, FEATURE_MAPS, NORMALIZERS):
+        settings = dict(rule=rule, feature_map=feature_map, normalize=normalize)
+        try:
+            fw.FastWeightsConfig(m=M, **settings)
+        except ConfigError:
+            continue
+        found.append(settings)
+    return found
 
 
-@pytest.mark.parametrize("hybrid", [False, True], ids=["full", "hybrid"])
-@pytest.mark.parametrize("family", CONFIGS)
-@pytest.mark.parametrize("settings", DEFINED + OPTIONS, ids=_name)
-def test_every_way_of_running_agrees(settings: dict[str, Any], family: str, hybrid: bool) -> None:
-    kept = zlib.crc32(f"{_name(settings)} {family}".encode()) % 2  # now the first layer, now the second
-    layers = (1 - kept,) if hybrid else None
-    model = fw.convert(pretrained(family), fw.FastWeightsConfig(layers=layers, **settings))
-    _give_gates_an_input(model)
-    with torch.no_grad():
-        _keep_delta_stable(model, settings)
-        _check_outputs(model, tokens(2, LENGTH), settings)
-        _check_packed(model, tokens(1, LENGTH, seed=1), settings)
-        _check_greedy(model)
-        _check_beams(model)
+DEFINED = _defined()
+BEAM_SETTINGS = [
+    dict(rule="decay", m=M),
+    dict(rule="gated", m=M, window=3),
+    dict(rule="delta", m=M),
+    dict(rule="add", m=M, feature_map="elu", normalize="attention"),
+    dict(rule="local", window=5),
+]
 
 
-def _give_gates_an_input(model: Any) -> None:
+def _with_option(options: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The options, each one value of one factor."""
+    return [dict(option=index) | place for index in range(len(options)) for place in PLACES]
+
+
+MATRIX = [settings | place for settings in DEFINED for place in PLACES]
+OPTIONS_MATRIX, BEAMS_MATRIX = _with_option(OPTIONS), _with_option(BEAM_SETTINGS)
+MATRICES = {"settings": MATRIX, "options": OPTIONS_MATRIX, "beams": BEAMS_MATRIX}
+
+
+def _parameters(cases: list[dict[str, Any]]) -> list[Any]:
+    """Every case; those beyond the pairwise cover have the mark `full`."""
+    default = set(pairwise_cover(cases))
+    marks = [() if index in default else pytest.mark.full for index in range(len(cases))]
+    return [
+        pytest.param(case, id="-".join(map(str, case.values())), marks=mark)
+        for case, mark in zip(cases, marks, strict=True)
+    ]
+
+
+def _model(settings: dict[str, Any], case: dict[str, Any]) -> Any:
+    retained = zlib.crc32(str(case).encode()) % 2  # in a hybrid: the first layer or the second
+    layers = (1 - retained,) if case["hybrid"] else None
+    model = fw.convert(pretrained(case["family"]), fw.FastWeightsConfig(layers=layers, **settings))
+    _make_gates_depend_on_input(model)
+    _keep_delta_stable(model, settings)
+    return model
+
+
+@pytest.mark.parametrize("case", _parameters(MATRIX))
+def test_every_way_of_running_agrees(case: dict[str, Any]) -> None:
+    _check_all(dict(m=M) | {name: case[name] for name in ("rule", "feature_map", "normalize")}, case)
+
+
+@pytest.mark.parametrize("case", _parameters(OPTIONS_MATRIX))
+def test_every_way_of_running_agrees_with_options(case: dict[str, Any]) -> None:
+    _check_all(OPTIONS[case["option"]], case)
+
+
+@torch.no_grad()
+def _check_all(settings: dict[str, Any], case: dict[str, Any]) -> None:
+    model = _model(settings, case)
+    _check_outputs(model, tokens(2, LENGTH), settings)
+    _check_packed(model, tokens(1, LENGTH, seed=1), settings)
+    _check_greedy(model)
+
+
+@pytest.mark.parametrize("case", _parameters(BEAMS_MATRIX))
+def test_beam_search_with_cache_matches_without(case: dict[str, Any]) -> None:
+    model = _model(BEAM_SETTINGS[case["option"]], case)
+    prompts, mask, rows = _unequal_batch()
+    options = dict(max_new_tokens=3, num_beams=3, do_sample=False)
+    generated = model.generate(prompts, attention_mask=mask, **options)[:, 9:]
+    for index, row in enumerate(rows):
+        expected = model.generate(row, use_cache=False, **options)[:, row.shape[1] :]
+        assert generated[index].tolist() == expected[0].tolist(), f"beams of row {index}"
+
+
+def _make_gates_depend_on_input(model: Any) -> None:
     """Gates start independent of the token; make them depend on it."""
     generator = torch.Generator().manual_seed(3)
     for name, parameter in model.named_parameters():
@@ -78,6 +131,7 @@ def _give_gates_an_input(model: Any) -> None:
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
 
 
+@torch.no_grad()
 def _keep_delta_stable(model: Any, settings: dict[str, Any]) -> None:
     """Without sum normalisation the delta rule diverges for keys longer than sqrt(2 / g), on every path alike."""
     if settings["rule"] == "delta" and "sum" not in settings.get("normalize", "sum"):
@@ -87,8 +141,8 @@ def _keep_delta_stable(model: Any, settings: dict[str, Any]) -> None:
 
 
 def _tolerance(model: Any, ids: Tensor, settings: dict[str, Any]) -> float:
-    """Features of either sign can sum to a divisor near zero. There float32 itself is the limit: what its plain loop
-    misses against float64, times four."""
+    """Features of either sign can sum to a divisor near zero. There float32 is the limit: four times the
+    error of its plain loop against float64."""
     if settings.get("feature_map") not in ("none", "rfa") or "attention" not in settings["normalize"]:
         return TOLERANCE
     with fw.ops.use_backend("loop"):
@@ -97,7 +151,7 @@ def _tolerance(model: Any, ids: Tensor, settings: dict[str, Any]) -> float:
 
 
 def _state(cache: Any) -> Tensor:
-    """All that the converted layers keep; what a window has not seen counts as nothing."""
+    """The state of all converted layers; window entries not yet filled count as zero."""
     parts = []
     for layer in cache.layers:
         if isinstance(layer, StateLayer):
@@ -112,9 +166,9 @@ def _check_outputs(model: Any, ids: Tensor, settings: dict[str, Any]) -> None:
         truth = model(ids, use_cache=True)
     expected, state = truth.logits, _state(truth.past_key_values)
     for way, (logits, cache) in {
-        "chunked": _in_pieces(model, ids, [LENGTH]),
-        "step by step": _in_pieces(model, ids, [1] * LENGTH),
-        "split": _in_pieces(model, ids, _random_split(LENGTH)),
+        "chunked": _in_chunks(model, ids, [LENGTH]),
+        "step by step": _in_chunks(model, ids, [1] * LENGTH),
+        "split": _in_chunks(model, ids, _random_split(LENGTH)),
         "left-padded": _left_padded(model, ids, [LENGTH]),
         "left-padded, split": _left_padded(model, ids, _random_split(LENGTH + 5)),
     }.items():
@@ -127,12 +181,12 @@ def _random_split(length: int) -> list[int]:
     return [b - a for a, b in itertools.pairwise([0, *points, length])]
 
 
-def _in_pieces(model: Any, ids: Tensor, sizes: list[int], mask: Tensor | None = None) -> tuple[Tensor, Any]:
+def _in_chunks(model: Any, ids: Tensor, sizes: list[int], mask: Tensor | None = None) -> tuple[Tensor, Any]:
     cache, logits, end = None, [], 0
     for size in sizes:
         end += size
-        piece = {} if mask is None else {"attention_mask": mask[:, :end]}
-        out = model(ids[:, end - size : end], past_key_values=cache, use_cache=True, **piece)
+        masks = {} if mask is None else {"attention_mask": mask[:, :end]}
+        out = model(ids[:, end - size : end], past_key_values=cache, use_cache=True, **masks)
         cache = out.past_key_values
         logits.append(out.logits)
     return torch.cat(logits, dim=1), cache
@@ -143,7 +197,7 @@ def _left_padded(model: Any, ids: Tensor, sizes: list[int]) -> tuple[Tensor, Any
     sizes = [sizes[0] + padding] if len(sizes) == 1 else sizes
     padded = torch.cat([torch.zeros(len(ids), padding, dtype=torch.long), ids], dim=1)
     mask = (torch.arange(padded.shape[1]) >= padding).long().expand_as(padded)
-    logits, cache = _in_pieces(model, padded, sizes, mask)
+    logits, cache = _in_chunks(model, padded, sizes, mask)
     return logits[:, padding:], cache
 
 
@@ -155,34 +209,36 @@ def _check_packed(model: Any, ids: Tensor, settings: dict[str, Any]) -> None:
 
 
 def _unequal_batch() -> tuple[Tensor, Tensor, list[Tensor]]:
-    texts = [tokens(1, length, seed=length) for length in (9, 5)]
+    """Two prompts of different lengths: left-padded ids and mask, and each prompt by itself."""
+    rows = [tokens(1, length, seed=length) for length in (9, 5)]
     ids, mask = torch.zeros(2, 9, dtype=torch.long), torch.zeros(2, 9, dtype=torch.long)
-    for row, text in enumerate(texts):
-        ids[row, 9 - text.shape[1] :], mask[row, 9 - text.shape[1] :] = text[0], 1
-    return ids, mask, texts
+    for index, row in enumerate(rows):
+        ids[index, 9 - row.shape[1] :], mask[index, 9 - row.shape[1] :] = row[0], 1
+    return ids, mask, rows
 
 
 def _check_greedy(model: Any) -> None:
-    ids, mask, texts = _unequal_batch()
-    made = model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False)[:, 9:]
-    for row, text in enumerate(texts):
-        whole = torch.cat([text, made[row : row + 1]], dim=1)
+    ids, mask, rows = _unequal_batch()
+    generated = model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False)[:, 9:]
+    for index, row in enumerate(rows):
+        whole = torch.cat([row, generated[index : index + 1]], dim=1)
         with fw.ops.use_backend("loop"):
-            best = model(whole).logits[:, text.shape[1] - 1 : -1].argmax(-1)
-        assert made[row].tolist() == best[0].tolist(), f"greedy tokens of row {row}"
+            best = model(whole).logits[:, row.shape[1] - 1 : -1].argmax(-1)
+        assert generated[index].tolist() == best[0].tolist(), f"greedy tokens of row {index}"
 
 
-def _check_beams(model: Any) -> None:
-    ids, mask, texts = _unequal_batch()
-    options = dict(max_new_tokens=3, num_beams=3, do_sample=False)
-    made = model.generate(ids, attention_mask=mask, **options)[:, 9:]
-    for row, text in enumerate(texts):
-        again = model.generate(text, use_cache=False, **options)[:, text.shape[1] :]
-        assert made[row].tolist() == again[0].tolist(), f"beams of row {row}, with the state and without it"
-
-
-def test_the_matrix_is_whole() -> None:
-    """A refused combination must not shrink the matrix unnoticed."""
+def test_product_has_every_combination_the_config_accepts() -> None:
+    """A combination that the config newly refuses must not shrink the product unnoticed."""
     by_rule = {rule: sum(settings["rule"] == rule for settings in DEFINED) for rule in RULES}
     assert by_rule == {"decay": 6, "gated": 20, "delta": 20, "add": 20, "local": 1}
     assert len(CONFIGS) == 9 and VOCAB > 2
+    assert {name: len(matrix) for name, matrix in MATRICES.items()} == {"settings": 1206, "options": 126, "beams": 90}
+
+
+@pytest.mark.parametrize("matrix", MATRICES)
+def test_default_cases_cover_every_valid_pair(matrix: str) -> None:
+    cases = MATRICES[matrix]
+    default = [case.values[0] for case in _parameters(cases) if not case.marks]
+    covered = set().union(*(pairs_of(case) for case in default))
+    assert covered == set().union(*(pairs_of(case) for case in cases))
+    assert len(default) < len(cases)
