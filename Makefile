@@ -2,14 +2,19 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PROJECT := pyproject.toml constraints.txt
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
-.PHONY: quickstart test lint docs figures bench packaged-model
+.PHONY: quickstart test test-full mutations lint docs figures bench packaged-model
 
 quickstart: .venv/.installed
 	$(BIN)/fastweights quickstart
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+	$(PYTEST)
+
+# The whole product of rule, feature map, normaliser, family and hybrid instead of its pairs.
+test-full: lint
+	$(PYTEST) -m ''
 
 lint: .venv/.installed-test
 	$(BIN)/ruff check .

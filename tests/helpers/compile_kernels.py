@@ -1,6 +1,6 @@
 """Compiles the kernels that a rule's forward and backward pass would launch, for a Hopper GPU that need not be there.
 
-TRITON_INTERPRET=0 python tests/helpers/compile_kernels.py RULE
+TRITON_INTERPRET=0 PYTHONPATH=tests python -m helpers.compile_kernels RULE ...
 """
 
 from __future__ import annotations
@@ -52,10 +52,8 @@ def compile_only(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], **op
     return compiled
 
 
-def main() -> None:
-    rule = sys.argv[1]
-    launch.run = compile_only  # type: ignore[assignment]
-    launch.multiprocessors = lambda _: 132
+def compile_rule(rule: str) -> None:
+    print(f"rule {rule}")
     cases = [(None, 20, torch.bfloat16), (torch.ones(1, 300, dtype=torch.bool), 20, torch.bfloat16)]
     for flags, m, dtype in [*cases, (None, 42, torch.float32)]:
         inputs = op_inputs(rule, B=1, T=300, H=1, m=m, d=40, dtype=dtype)
@@ -64,6 +62,13 @@ def main() -> None:
         gates = tuple(x for name, x in leaves.items() if name.endswith("logit"))
         y, end = kernels(RULES[rule], leaves["q"], leaves["k"], leaves["v"], gates, leaves["state"], flags, flags)
         torch.autograd.grad((y, end), list(leaves.values()), (torch.ones_like(y), torch.ones_like(end)))
+
+
+def main() -> None:
+    launch.run = compile_only  # type: ignore[assignment]
+    launch.multiprocessors = lambda _: 132
+    for rule in sys.argv[1:]:
+        compile_rule(rule)
 
 
 if __name__ == "__main__":

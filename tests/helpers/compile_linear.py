@@ -1,7 +1,7 @@
 """Compiles the linear layers of a decoding step for a Hopper GPU that need not be there, and looks whether a copy could
 overwrite what the tensor cores still read.
 
-TRITON_INTERPRET=0 python tests/helpers/compile_linear.py [ROWS ...]
+TRITON_INTERPRET=0 PYTHONPATH=tests python -m helpers.compile_linear [ROWS ...]
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fastweights.ops import linear
-from fastweights.ops.triton import decode_linear as linear_kernels
+from fastweights.ops.triton import decode_linear
 from helpers.compile_kernels import compile_only
 
 # columns, inner numbers, what stands around; each without and with a norm's sums that are given or handed on
@@ -75,12 +75,12 @@ def compile_layer(name: str, rows: int, dtype: torch.dtype, passed: bool) -> Non
         centred = (around.get("handed_on") or kind) == "layer"
         sums = linear.NormSums(rows, k if kind else n, centred, weight.device)
         sums.parts = -(-k // 16)  # the most there can be
-    compiler = Compiler(linear_kernels.linear_kernel)
-    linear_kernels.linear_kernel = compiler  # type: ignore[assignment]
+    compiler = Compiler(decode_linear.linear_kernel)
+    decode_linear.linear_kernel = compiler  # type: ignore[assignment]
     try:
         layer(torch.zeros(rows, k, dtype=dtype), torch.zeros(rows, n, dtype=dtype), around.get("add", False), sums)
     finally:
-        linear_kernels.linear_kernel = compiler.kernel
+        decode_linear.linear_kernel = compiler.kernel
     compiled, options = compiler.compiled, compiler.options
     tile = "x".join(str(options[x]) for x in ("ROWS", "COLUMNS", "BLOCK_K", "SPLIT", "num_warps", "num_stages"))
     found = check_pipeline(compiled.asm["ttgir"], options["num_stages"])

@@ -1,6 +1,6 @@
 """Compiles the step of a window for a Hopper GPU that need not be there.
 
-TRITON_INTERPRET=0 python tests/helpers/compile_window.py
+TRITON_INTERPRET=0 PYTHONPATH=tests python -m helpers.compile_window
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 import torch
 
 from fastweights.ops import step
-from fastweights.ops.triton import decode_step as step_kernels
+from fastweights.ops.triton import decode_step
 from helpers.compile_kernels import TYPES
 from helpers.compile_linear import Compiler
 
 
 def main() -> None:
     TYPES[torch.int64] = "*i64"
-    compiler = step_kernels.window_kernel = Compiler(step_kernels.window_kernel)  # type: ignore[assignment]
+    compiler = decode_step.window_kernel = Compiler(decode_step.window_kernel)  # type: ignore[assignment]
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for width, d in ((64, 64), (256, 64)):
             rings, q, k = torch.zeros(4, 3, width, d), torch.zeros(4, 9, d), torch.zeros(4, 3, d)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -207,21 +209,31 @@ def test_lora_trains_and_saves_the_new_parameters(settings: dict[str, Any], tmp_
         assert any("gates.f" in name for name in saved) and any("gates.z" in name for name in saved)
 
 
-def test_import_order_does_not_matter(tmp_path: Path) -> None:
-    """Converted folders load whichever of transformers and fastweights is imported first."""
-    import subprocess
-    import sys
+IMPORT_ORDERS = (
+    "import fastweights; from transformers import GPT2LMHeadModel; import transformers",
+    "import fastweights; from transformers import LlamaForCausalLM; import transformers",
+    "import fastweights, transformers",
+    "import transformers; transformers.AutoModelForCausalLM; import fastweights",
+)
+# Other packages take most of the time of an import, so every order starts from a process that has imported them.
+IN_PROCESSES = """
+import os, sys, accelerate, scipy.optimize, torch, torch._dynamo, torch.distributed.checkpoint, torch.distributed.tensor
+assert not any(name in sys.modules for name in ("transformers.modeling_utils", "fastweights"))
+for imports in sys.argv[2:]:
+    if os.fork() == 0:
+        exec(imports)
+        print(type(transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])).__name__, flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0, imports
+"""
 
+
+def test_converted_folder_loads_in_any_import_order(tmp_path: Path) -> None:
     converted("gpt2").save_pretrained(tmp_path)
-    load = f"print(type(transformers.AutoModelForCausalLM.from_pretrained({os.fspath(tmp_path)!r})).__name__)"
-    for imports in (
-        "import fastweights; from transformers import GPT2LMHeadModel; import transformers",
-        "import fastweights; from transformers import LlamaForCausalLM; import transformers",
-        "import fastweights, transformers",
-        "import transformers; transformers.AutoModelForCausalLM; import fastweights",
-    ):
-        done = subprocess.run([sys.executable, "-c", f"{imports}; {load}"], capture_output=True, text=True, check=True)
-        assert done.stdout.strip() == "FastWeightsGPT2LMHeadModel"
+    command = [sys.executable, "-c", IN_PROCESSES, os.fspath(tmp_path), *IMPORT_ORDERS]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["FastWeightsGPT2LMHeadModel"] * len(IMPORT_ORDERS)
 
 
 def test_convert_is_a_function_however_it_is_imported() -> None:

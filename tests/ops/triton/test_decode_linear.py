@@ -143,7 +143,7 @@ def test_a_stepper_hands_sums_on(
     with torch.no_grad():
         for slot in range(batch):
             stepper.fill(slot, model(text[slot : slot + 1, :2], use_cache=True).past_key_values)
-        for t in range(2, 6):
+        for t in range(2, 4 if batch > 16 else 6):  # many rows take the interpreter long
             stepper.tokens.copy_(text[:, t])
             stepper.sums.values.fill_(math.nan)
             counts.clear()

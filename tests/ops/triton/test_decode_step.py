@@ -4,15 +4,12 @@ against float64. Where there is no GPU, Triton's interpreter runs the kernels (c
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.decode_kernels import DEVICE, kernels, layer_case, needs_triton, numbers
+from helpers.gpu_compilation import run_compiling
 from helpers.relative_error import CASES, assert_close, case_name
 from helpers.tiny import pretrained, tokens
 from torch import Tensor
@@ -239,11 +236,8 @@ def test_tiles_are_those_that_were_the_fastest() -> None:
 @needs_triton
 def test_no_copy_can_overwrite_what_the_tensor_cores_read() -> None:
     """In the code that is made for a GPU that need not be there."""
-    script = Path(__file__).parents[2] / "helpers" / "compile_linear.py"
-    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([sys.executable, script, "32", "256"], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [line for line in done.stdout.splitlines() if " bytes, " in line]
+    printed = run_compiling("compile_linear", "32", "256")
+    lines = [line for line in printed.splitlines() if " bytes, " in line]
     assert len(lines) == 32 and sum("pending" in line for line in lines) == 30
     kinds = {kind: sum(f" {kind} " in line for line in lines) for kind in ("given", "handed on")}
     assert kinds == {"given": 10, "handed on": 6}

@@ -5,25 +5,22 @@ TRITON_INTERPRET=0 python tests/ops/triton/test_first_call.py RULE   compiles fo
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.gpu_compilation import run_compiling
 from helpers.relative_error import assert_all_close, op_flags, op_inputs, run_op, run_with_gradients
 
 from fastweights.rules import RULES
 
 pytest.importorskip("triton")
-from fastweights.ops.triton import compile, kernels, launch, tiled, wy
+from fastweights.ops.triton import compile, launch, tiled, wy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 every_rule = pytest.mark.parametrize("rule", RULES)
@@ -152,89 +149,9 @@ def test_on_a_gpu(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(compiled) >= 6 and all(name.startswith("ThreadPoolExecutor") for name in compiled)
 
 
-def test_triton_compiles_once_and_in_threads(tmp_path: Any) -> None:
-    done = subprocess.run(
-        [sys.executable, __file__, "decay"],
-        env=os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONWARNINGS": "ignore"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout)
+def test_triton_compiles_once_and_in_threads(tmp_path: Path) -> None:
+    found = json.loads(run_compiling("compile_first_call", "decay", TRITON_CACHE_DIR=str(tmp_path)))
     assert found["compiled"] == ["a thread"] * 6, "a launch compiles again what it does not find"
     assert found["loaded"] == ["a thread on device 0"] * 6
     assert found["launched"] == 6
     assert found["too large"] == "OutOfResources"
-
-
-class Hopper:
-    """As much of a GPU as Triton asks for; devices but the first have no shared memory."""
-
-    def __init__(self, loaded: list[str]) -> None:
-        self.device, self.launched, self.loaded = 0, 0, loaded
-        self.utils = SimpleNamespace(
-            load_binary=lambda *_: (1, 1, 0, 0, 1024),
-            get_device_properties=lambda device: {"max_shared_mem": 0 if device else 227 * 1024},
-        )
-
-    def get_current_device(self) -> int:
-        return self.device
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-    def launcher_cls(self, *_: Any) -> Any:
-        self.loaded.append(f"{here()} on device {getattr(chosen, 'device', None)}")
-
-        def launcher(*_: Any) -> None:
-            self.launched += 1
-
-        return launcher
-
-
-chosen = threading.local()
-
-
-def here() -> str:
-    return "the caller" if threading.current_thread() is threading.main_thread() else "a thread"
-
-
-def main() -> None:
-    import triton
-
-    @contextlib.contextmanager
-    def choose(device: torch.device) -> Iterator[None]:
-        chosen.device = gpu.device
-        yield
-        del chosen.device
-
-    compiled: list[str] = []
-    gpu = Hopper([])
-    triton.runtime.driver.set_active(gpu)
-    triton.knobs.compilation.listener = lambda **_: compiled.append(here())
-    torch.cuda.device = choose  # type: ignore[misc, assignment]
-    launch._can_compile = lambda device: device.type == "cpu"
-    inputs = op_inputs(sys.argv[1], B=1, T=300, H=1, m=16, d=16, dtype=torch.bfloat16, state=False)
-    leaves = {name: x.requires_grad_() for name, x in inputs.items()}
-    gates = tuple(x for name, x in leaves.items() if name.endswith("logit"))
-    given = (RULES[sys.argv[1]], leaves["q"], leaves["k"], leaves["v"], gates)
-    y, end = kernels(*given)
-    torch.autograd.grad((y, end), list(leaves.values()), (torch.ones_like(y), torch.ones_like(end)))
-    found = {"compiled": list(compiled), "loaded": list(gpu.loaded), "launched": gpu.launched}
-    gpu.device = 1
-    launch.plan_for.cache_clear()
-    launch._compiled.clear()
-    try:
-        kernels(*given)
-    except Exception as error:
-        found["too large"] = type(error).__name__
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()

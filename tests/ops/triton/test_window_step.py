@@ -4,16 +4,13 @@ runs it (conftest)."""
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.decode_kernels import DEVICE, needs_triton, numbers
 from helpers.engine import converted
+from helpers.gpu_compilation import run_compiling
 from helpers.relative_error import assert_close
 from helpers.tiny import tokens
 from torch import Tensor
@@ -139,10 +136,6 @@ def test_the_same_bits_every_time() -> None:
     assert all(torch.equal(y, found[0]) for y in found)
 
 
-def test_it_compiles_for_a_gpu() -> None:
-    """One that need not be there, for every dtype and the widest tile."""
-    script = Path(__file__).parents[2] / "helpers" / "compile_window.py"
-    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("bytes shared") == 6
+def test_window_kernel_compiles_without_a_gpu() -> None:
+    """For every dtype and the widest tile."""
+    assert run_compiling("compile_window").count("bytes shared") == 6
