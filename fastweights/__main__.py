@@ -1,5 +1,5 @@
 """`python -m fastweights`, and so `torchrun -m fastweights train`."""
 
-from fastweights.cli.app import main
+from fastweights.cli import main
 
 main()

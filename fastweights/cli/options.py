@@ -22,9 +22,6 @@ Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 DTYPE_HELP = "Precision of the weights; by default the checkpoint's own."
 SavedModel = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a saved model, converted or not.")]
 LARGEST_LAYER = 100_000
-PROFILED_HELP = "Models to compare, the base first; by default the paper's layer and the packaged model."
-LENGTHS_HELP = "Text lengths, in tokens; by default 128 to 65,536, for models on a CPU 256 to 16,384."
-COST_OUTPUT_HELP = "JSON file for the result; its figure is drawn beside it, as .png and .svg."
 
 
 def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
@@ -191,6 +188,11 @@ def parse_layers(text: str) -> tuple[int, ...]:
             raise ConfigError(f"layers must be numbers and ranges from low to high such as 0,2,5-7, found {text!r}")
         layers.extend(numbers)
     return tuple(layers)
+
+
+def short_name(name: str, names: list[str]) -> str:
+    """A model's name without its folder, where that tells it apart."""
+    return Path(name).name if len({Path(other).name for other in names}) == len(names) else name
 
 
 def usable_device(device: str | None) -> str:

@@ -113,3 +113,49 @@ class Display:
     def print(self, text: str) -> None:
         if self.enabled:
             self.console.print(text, highlight=False, markup=False)
+
+
+class RunsDisplay:
+    """A bar for each of several training runs, or lines where there is no terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._tasks: dict[str, Any] = {}
+        self._bars = progress_bar(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[tokens]}"),
+            TextColumn("{task.fields[perplexity]}"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=False,
+        )
+
+    def __enter__(self) -> RunsDisplay:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def start(self, name: str, tokens: int) -> None:
+        self._tasks[name] = self._bars.add_task(name, total=tokens, tokens="starting", perplexity="")
+        if not self.console.is_terminal:
+            self.print(f"{name}: started")
+
+    def update(self, name: str, tokens: int | None, perplexity: float | None) -> None:
+        task = self._tasks[name]
+        if tokens is not None:
+            total = self._bars.tasks[self._bars.task_ids.index(task)].total
+            self._bars.update(task, completed=tokens, tokens=f"{tokens:,} of {total:,} tokens")
+        if perplexity is not None:
+            self._bars.update(task, perplexity=f"validation {perplexity:,.2f}")
+
+    def end(self, name: str, how: str) -> None:
+        if name in self._tasks:
+            self._bars.remove_task(self._tasks.pop(name))
+            self._bars.refresh()
+        self.print(f"{name}: {how}")
+
+    def print(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""A grid of runs as processes: what they leave, what goes on after a kill, what is refused before anything starts."""
+"""Comparisons: results, resuming after a kill, and what is refused before a run starts."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import io
 import json
 import os
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -19,10 +19,10 @@ import yaml
 from helpers.cli import error_of, run, succeed
 from helpers.training import (
     FINETUNE,
-    PROCESSES,
     STEP,
     Files,
     Program,
+    launch_from_server,
     lines_in,
     log_of,
     make_recipe,
@@ -35,13 +35,16 @@ from helpers.training import (
 from rich.console import Console
 
 from fastweights.evaluation.perplexity import perplexity
-from fastweights.experiments import job
-from fastweights.experiments import runner as compare
+from fastweights.experiments import runner
+from fastweights.experiments.grid import Variant
+from fastweights.experiments.job import Job
 from fastweights.experiments.runner import last_logged
 from fastweights.loading import load, load_tokenizer
 from fastweights.training import checkpoint
+from fastweights.utils.progress import RunsDisplay
 
 LONG = 30
+LAUNCH = runner.launch
 PAPER_CELL = {"table": "Table 1", "row": "decay", "column": "baseline", "paper": 18.8}
 WILD = {"finetune.learning_rate": 0.3, "finetune.warmup": 0, "finetune.tokens": 50 * STEP}
 RUNS: dict[str, Any] = {
@@ -54,7 +57,7 @@ RUNS: dict[str, Any] = {
 @pytest.fixture(scope="module", autouse=True)
 def quick_processes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compare, "PROCESSES", PROCESSES)
+        patch.setattr(runner, "launch", launch_from_server)
         yield
 
 
@@ -93,8 +96,8 @@ def compared(files: Files) -> tuple[Any, ...]:
 @pytest.fixture(scope="module")
 def alone(files: Files) -> Path:
     """The run `decay`, as convert and train make it."""
-    swapped = save_converted(files.folder / "swapped", files.base, gate_init="log")
-    train_in(files.folder / "alone", make_train_config(files, make_recipe(FINETUNE), model=str(swapped)))
+    converted = save_converted(files.folder / "alone converted", files.base, gate_init="log")
+    train_in(files.folder / "alone", make_train_config(files, make_recipe(FINETUNE), model=str(converted)))
     return files.folder / "alone"
 
 
@@ -113,7 +116,7 @@ def test_every_run_has_a_result(files: Files, compared: tuple[Any, ...]) -> None
     assert wild["diverged"]["step"] < 6 and not wild["finished"] and wild["tests"] == []
 
 
-def test_a_run_is_what_convert_train_and_eval_make(files: Files, compared: tuple[Any, ...], alone: Path) -> None:
+def test_run_matches_convert_train_and_eval(files: Files, compared: tuple[Any, ...], alone: Path) -> None:
     output = files.folder / "compared"
     assert log_of(output / "runs/decay/training") == log_of(alone)
     result, expected = result_of(output, "decay"), json.loads((alone / "result.json").read_text())
@@ -126,7 +129,7 @@ def test_a_run_is_what_convert_train_and_eval_make(files: Files, compared: tuple
     assert result["tests"] == [{"data": "validation.txt"} | measured.to_dict()]
 
 
-def test_tests_are_read_in_the_precision_of_the_recipe(files: Files, tmp_path: Path) -> None:
+def test_tests_are_measured_in_the_precision_of_the_recipe(files: Files, tmp_path: Path) -> None:
     recipe = make_recipe((FINETUNE[0] | {"tokens": STEP},), precision="bfloat16")
     grid = write_grid(tmp_path, {"one": {"rule": "decay"}}, recipe)
     succeed(*typed(files, grid, tmp_path, "--test", files.validation, "--keep"))
@@ -144,10 +147,10 @@ def test_models_of_finished_runs_are_deleted(files: Files, compared: tuple[Any, 
         folder = files.folder / "compared" / "runs" / name
         assert sorted(os.listdir(folder)) == ["begun.json", "log.txt", "process", "training"]
         assert os.listdir(folder / "training") == ["log.jsonl"]
-        assert "begins" in (folder / "log.txt").read_text()
+        assert (folder / "log.txt").read_text().startswith("started\n")
 
 
-def test_what_is_shown(compared: tuple[Any, ...], files: Files) -> None:
+def test_table_and_progress_lines_show_each_run(compared: tuple[Any, ...], files: Files) -> None:
     shown = compared[1]
     header, *rows = [line.split() for line in shown.stdout.splitlines()]
     assert header == ["run", "tokens", "validation", "validation.txt", "diverged"]
@@ -159,7 +162,7 @@ def test_what_is_shown(compared: tuple[Any, ...], files: Files) -> None:
     assert f"decay: done after {6 * STEP} tokens, validation perplexity {numbers[0]}" in shown.stderr
 
 
-def test_a_second_call_only_shows_the_table_and_where_runs_stand_now(files: Files, compared: tuple[Any, ...]) -> None:
+def test_second_call_reuses_results_and_updates_cells(files: Files, compared: tuple[Any, ...]) -> None:
     command, shown = compared
     results = sorted((files.folder / "compared" / "results").iterdir())
     before = [path.read_bytes() for path in results]
@@ -177,10 +180,10 @@ def test_changed_settings_are_refused(files: Files, compared: tuple[Any, ...], t
     output = files.folder / "compared"
     command[1] = write_grid(tmp_path, RUNS | {"decay": {"rule": "decay", "m": 8, "gate_init": "log"}})
     said = error_of(*command)
-    assert "run decay was begun with other settings: settings.m is 8 and was 4; put them back" in said
-    assert f"or delete {output / 'runs/decay'} and {output / 'results/decay.json'} to begin it anew" in said
+    assert "run decay was started with other settings: settings.m is 8 and was 4; restore them" in said
+    assert f"or delete {output / 'runs/decay'} and {output / 'results/decay.json'} to start it anew" in said
     command = [*compared[0], "--set", "finetune.tokens=256", "--only", "base"]
-    assert "run base was begun with other settings: recipe.stages.0.tokens is 256 and was 768;" in error_of(*command)
+    assert "run base was started with other settings: recipe.stages.0.tokens is 256 and was 768;" in error_of(*command)
     other = files.folder / "other.txt"
     other.write_text(files.data.read_text())
     command = [other if part == files.data else part for part in compared[0]]
@@ -188,10 +191,14 @@ def test_changed_settings_are_refused(files: Files, compared: tuple[Any, ...], t
     command = list(compared[0])
     command[1] = write_grid(tmp_path, RUNS | {"base": {"rule": "delta"}})
     said = error_of(*command)
-    assert "settings.rule is 'delta' and was None, settings.m is 4 and was None" in said and " more; put them" in said
+    assert (
+        "settings.rule is 'delta' and was None, settings.m is 4 and was None" in said and " more; restore them" in said
+    )
 
 
-def test_a_result_alone_says_what_a_run_was(files: Files, compared: tuple[Any, ...], tmp_path: Path) -> None:
+def test_changed_settings_are_refused_for_a_result_alone(
+    files: Files, compared: tuple[Any, ...], tmp_path: Path
+) -> None:
     """As when only the results were copied from another machine."""
     (tmp_path / "results").mkdir()
     for name in RUNS:
@@ -201,7 +208,7 @@ def test_a_result_alone_says_what_a_run_was(files: Files, compared: tuple[Any, .
     assert "recipe.lora is 2 and was 0" in error_of(*command, "--only", "decay", "--set", "lora=2")
 
 
-def test_a_damaged_result_is_named(files: Files, compared: tuple[Any, ...], tmp_path: Path) -> None:
+def test_damaged_result_is_named(files: Files, compared: tuple[Any, ...], tmp_path: Path) -> None:
     broken = tmp_path / "out/results/decay.json"
     broken.parent.mkdir(parents=True)
     broken.write_text((files.folder / "compared/results/decay.json").read_text()[:-100])
@@ -211,28 +218,23 @@ def test_a_damaged_result_is_named(files: Files, compared: tuple[Any, ...], tmp_
     )
 
 
-def test_a_run_goes_on_with_the_memory_there_is_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def go_on(folder: Path, **options: Any) -> None:
-        shares.append(options["memory_share"])
-        (folder / checkpoint.RESULT).write_text("{}")
-
-    shares: list[float] = []
-    (tmp_path / checkpoint.RUN).write_text("{}")
-    monkeypatch.setattr(job, "_goes_on", lambda _: True)
-    monkeypatch.setattr(job, "resume", go_on)
-    assert job._train(SimpleNamespace(training=tmp_path), 0.25) == {} and shares == [0.25]
+def test_a_resumed_run_gets_the_memory_share_of_now(files: Files, tmp_path: Path) -> None:
+    setup = runner.make_setup(tmp_path, str(files.base), str(files.data), str(files.validation), device="cpu")
+    job = Job(setup, Variant("one", "one", make_recipe(FINETUNE)))
+    assert [job.prepare(share) for share in (1.0, 0.25)] == ["started", "resumed"]
+    assert json.loads((job.training / checkpoint.RUN).read_text())["memory_share"] == 0.25
 
 
-def test_a_second_sigterm_ends_nothing() -> None:
+def test_second_sigterm_does_not_kill_runs() -> None:
     """A process group and its parent may both be sent one."""
-    runner = compare._Runner([], 1, Console(file=io.StringIO()))
-    with runner._signals():
+    running = runner._Runner([], 1, RunsDisplay(Console(file=io.StringIO())))
+    with running._signals():
         for _ in range(2):
             signal.raise_signal(signal.SIGTERM)
-    assert runner.outcome.stop_signal == signal.SIGTERM
+    assert running.outcome.stop_signal == signal.SIGTERM
 
 
-def test_seeds_are_runs_and_some_can_be_chosen(files: Files, tmp_path: Path) -> None:
+def test_each_seed_is_a_run_and_only_selects_runs(files: Files, tmp_path: Path) -> None:
     """One that diverges after a checkpoint is tested with it; models stay where they are wanted."""
     runs = {
         "other": {"rule": "delta"},
@@ -249,10 +251,10 @@ def test_seeds_are_runs_and_some_can_be_chosen(files: Files, tmp_path: Path) -> 
     assert "for 5 steps" in results["late"]["diverged"]["reason"] and results["late"]["tests"][0]["token"] > 1
     for name in results:
         assert (tmp_path / "runs" / name / "training/best/model.safetensors").is_file()
-        assert (tmp_path / "runs" / name / "swapped/model.safetensors").is_file()
+        assert (tmp_path / "runs" / name / "converted/model.safetensors").is_file()
 
 
-def test_a_failed_run_is_named_and_the_others_finish(files: Files, tmp_path: Path) -> None:
+def test_failed_run_is_named_and_others_finish(files: Files, tmp_path: Path) -> None:
     runs = {"large": {"rule": "decay", "set": {"batch_tokens": 2**20}}, "fine": {"rule": "decay"}}
     short = make_recipe((FINETUNE[0] | {"tokens": STEP},))
     command = typed(files, write_grid(tmp_path, runs, short), tmp_path)
@@ -261,17 +263,17 @@ def test_a_failed_run_is_named_and_the_others_finish(files: Files, tmp_path: Pat
     assert found.exit_code == 1 and [path.stem for path in (tmp_path / "results").iterdir()] == ["fine"]
     assert found.stderr.splitlines()[-1].startswith("error: 1 of 2 runs failed, the same command tries again: large: ")
     assert "tokens are no batch of 32,768 rows of 32 tokens" in found.stderr and f"(see {log})" in found.stderr
-    assert "Traceback" in log.read_text() and "fine" in found.stdout and "large" not in found.stdout
+    assert "are no batch of 32,768 rows" in log.read_text() and "fine" in found.stdout and "large" not in found.stdout
     write_grid(tmp_path, {"large": {"rule": "decay"}, "fine": {"rule": "decay"}}, short)
     assert "1 of 2 runs are done already" in succeed(*command).stderr
 
 
-def kill_itself(*_: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+def launch_killed(*_: Any, **__: Any) -> subprocess.Popen:
+    return subprocess.Popen(["sh", "-c", "kill -9 $$"])
 
 
-def test_a_process_that_is_killed_has_failed(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "work", kill_itself)
+def test_killed_process_is_a_failed_run(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "launch", launch_killed)
     found = run(*typed(files, write_grid(tmp_path, {"one": {"rule": "decay"}}), tmp_path))
     assert found.exit_code == 1 and "one: ended by SIGKILL" in found.stderr
 
@@ -298,7 +300,7 @@ def kill_the_parent(program: Program, output: Path) -> None:
 def ask_to_stop(program: Program, output: Path) -> None:
     os.kill(program.pid, signal.SIGTERM)
     assert program.wait() == 128 + signal.SIGTERM
-    assert "error: stopped by SIGTERM: 0 of 3 runs are done; go on with the same command" in program.output
+    assert "error: stopped by SIGTERM: 0 of 3 runs are done; the same command resumes" in program.output
     assert "first: stopped" in program.output and not (output / "runs/third").exists()
 
 
@@ -309,15 +311,15 @@ def long_runs(files: Files) -> tuple[Path, dict[str, Path]]:
     runs: dict[str, Any] = {"first": {"rule": "decay"}, "second": {"rule": "gated"}}
     folders = {}
     for name, settings in runs.items():
-        swapped = save_converted(files.folder / f"{name} swapped", files.base, **settings)
+        converted = save_converted(files.folder / f"{name} converted", files.base, **settings)
         folders[name] = files.folder / f"undisturbed {name}"
-        train_in(folders[name], make_train_config(files, recipe, model=str(swapped)))
+        train_in(folders[name], make_train_config(files, recipe, model=str(converted)))
     runs["third"] = {"rule": "add", "set": {"finetune.tokens": STEP}}
     return write_grid(files.folder / "long", runs, recipe), folders
 
 
 @pytest.mark.parametrize("end", [kill_all, kill_the_parent, ask_to_stop])
-def test_a_comparison_goes_on_as_if_nothing_had_been(
+def test_resumed_comparison_matches_uninterrupted_runs(
     files: Files, long_runs: tuple[Path, dict[str, Path]], tmp_path: Path, end: Callable[[Program, Path], None]
 ) -> None:
     grid, undisturbed = long_runs
@@ -335,42 +337,39 @@ def test_a_comparison_goes_on_as_if_nothing_had_been(
         assert log_of(folder) == log_of(undisturbed[name])
         expected = json.loads((undisturbed[name] / "result.json").read_text())
         assert result_of(output, name)["validation"] == expected["validation"]
-        assert "goes on" in (output / "runs" / name / "log.txt").read_text()
+        assert "resumed\n" in (output / "runs" / name / "log.txt").read_text()
     assert (output / "results/third.json").is_file() == (end is ask_to_stop)
 
 
-def test_a_run_is_not_had_by_two_processes(files: Files, tmp_path: Path) -> None:
+def test_two_comparisons_train_a_run_only_once(files: Files, tmp_path: Path) -> None:
     """The second waits, and finds the run done."""
     grid = write_grid(tmp_path, {"one": {"rule": "decay"}}, make_recipe((FINETUNE[0] | {"tokens": 20 * STEP},)))
     programs = [Program(tmp_path / f"printed {i}", *typed(files, grid, tmp_path / "out")) for i in range(2)]
     assert [program.wait() for program in programs] == [0, 0]
     said = (tmp_path / "out/runs/one/log.txt").read_text()
-    assert said.count("begins") == 1 and "goes on" not in said
+    assert said.count("started\n") == 1 and "resumed" not in said
     assert all("one: done" in program.output for program in programs)
 
 
-def test_processes_are_fresh_ones_unless_tests_are_in_a_hurry(
-    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.undo()
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(compare, "PROCESSES", compare.multiprocessing.get_context("spawn"))
+def test_runs_are_processes_of_the_program(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other tests start them in a way that is quicker."""
+    monkeypatch.setattr(runner, "launch", LAUNCH)
     recipe = make_recipe((FINETUNE[0] | {"tokens": STEP},))
     succeed(*typed(files, write_grid(tmp_path, {"one": {"rule": "decay"}}, recipe), tmp_path))
     assert result_of(tmp_path, "one")["finished"]
 
 
-def test_the_end_of_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_logged_ignores_incomplete_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "log.jsonl"
     assert last_logged(log) == {}
     lines = [{"step": 1, "tokens": 8, "loss": 3.0}, {"step": 1, "validation_loss": 2.0}, {"step": 2, "tokens": 16}]
     log.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "tok')
     assert last_logged(log) == {"tokens": 16, "validation_loss": 2.0}
-    monkeypatch.setattr(compare, "TAIL_BYTES", 60)
+    monkeypatch.setattr(runner, "TAIL_BYTES", 60)
     assert last_logged(log) == {"tokens": 16}
 
 
-def test_what_is_refused_on_the_command_line(files: Files, tmp_path: Path) -> None:
+def test_bad_comparisons_are_refused_before_a_run_starts(files: Files, tmp_path: Path) -> None:
     output = tmp_path / "out"
     grid = write_grid(tmp_path, {"a": {"rule": "decay"}, "deep": {"rule": "decay", "layers": [7]}})
     assert error_of(*typed(files, "nothing", output)) == (

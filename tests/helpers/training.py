@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import random
 import resource
+import signal
 import socket
 import sys
 import time
@@ -167,6 +168,8 @@ PROCESSES.set_forkserver_preload(
 
 
 def _program(arguments: list[str], environment: dict[str, str], output: Path, largest_file: int | None) -> None:
+    for number, handler in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+        signal.signal(number, handler)  # a forked process has those of its parent
     os.environ.update(environment)
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
@@ -174,12 +177,36 @@ def _program(arguments: list[str], environment: dict[str, str], output: Path, la
     torch.set_num_threads(1)
     if largest_file is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
-    from fastweights.cli.app import main
-    from fastweights.experiments import runner as compare
+    from fastweights.cli import main
+    from fastweights.experiments import runner
 
-    compare.PROCESSES = multiprocessing.get_context("fork")  # the runs of a comparison, too, are to start at once
+    runner.launch = launch_forked  # the runs of a comparison must start quickly, too
     sys.argv = ["fastweights", *arguments]
     main()
+
+
+class Launched:
+    """A process as `runner.launch` returns it, forked from one that has imported everything."""
+
+    def __init__(self, process: Any) -> None:
+        self.process = process
+        self.process.start()
+        self.pid, self.terminate, self.kill = process.pid, process.terminate, process.kill
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+
+def launch_forked(arguments: list[str], log: Any, lock: Any, threads: int) -> Launched:
+    return Launched(
+        multiprocessing.get_context("fork").Process(target=_program, args=(arguments, {}, Path(log.name), None))
+    )
+
+
+def launch_from_server(arguments: list[str], log: Any, lock: Any, threads: int) -> Launched:
+    """For the process of the tests itself. The parent of what it starts is the fork server, so nobody watches it."""
+    unwatched = [part for part in arguments if part not in ("--parent", str(os.getpid()))]
+    return Launched(PROCESSES.Process(target=_program, args=(unwatched, {}, Path(log.name), None)))
 
 
 class Program:

@@ -1,0 +1,67 @@
+"""`fastweights compare`: train the variants of a grid and compare them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
+
+from fastweights.cli.options import reports_errors, usable_device
+
+
+@reports_errors
+def compare(
+    grid: Annotated[
+        str,
+        typer.Argument(
+            metavar="GRID", help="Name of a shipped grid (paper, paper_longer, smollm2, smollm2_long), or a YAML file."
+        ),
+    ],
+    model: Annotated[str, typer.Option(help="The base of all runs: a hub id, a folder or a GGUF file.")],
+    data: Annotated[str, typer.Option(help="Text to train on, as for train.")],
+    validation: Annotated[str, typer.Option(help="Text to validate on, as --data.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for runs and results.")],
+    test: Annotated[list[str], typer.Option(help="Text for each best model's perplexity; may be given again.")] = [],  # noqa: B006
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at once, each a process; they share the device.")] = 1,
+    only: Annotated[str, typer.Option(help="Only these runs of the grid: NAME,NAME.")] = "",
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the models of finished runs.")] = False,
+    change: Annotated[list[str], typer.Option("--set", help="Change every run's recipe, as --set of train.")] = [],  # noqa: B006
+    limit: Annotated[int | None, typer.Option(min=1, help="Tokens to read of the data, at most.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, or by default a GPU where there is one.")] = None,
+) -> None:
+    """Train many variants of one model and compare them. Stopped or killed, it resumes with the same command."""
+    from fastweights.experiments.grid import choose, load_grid, with_changes
+    from fastweights.training.recipe import parse_changes
+
+    # before torch is imported: a mistake in the grid is reported at once
+    chosen = with_changes(choose(load_grid(grid), only.split(",")), parse_changes(change))
+    from transformers.utils import logging
+
+    from fastweights.experiments.runner import compare as run
+    from fastweights.experiments.runner import make_setup
+
+    logging.disable_progress_bar()
+    if device not in (None, "cpu"):
+        usable_device(device)
+    setup = make_setup(output, model, data, validation, test, limit=limit, device=device, keep=keep)
+    outcome = run(chosen, setup, at_once=jobs)
+    _print_comparison(outcome.results, list(setup.tests))
+    outcome.check()
+
+
+def _print_comparison(results: list[dict[str, Any]], tests: list[str]) -> None:
+    headers = ("tokens", "validation", *tests, "diverged")
+    table = Table("run", *(Column(escape(header), justify="right") for header in headers), box=None)
+    for result in results:
+        measured = {test["data"]: test["token"] for test in result["tests"]}
+        best, diverged = result["best"], result["diverged"]
+        perplexities = [best and best["perplexity"], *(measured.get(test) for test in tests)]
+        shown = ["–" if value is None else f"{value:,.2f}" for value in perplexities]
+        ended = "" if diverged is None else f"step {diverged['step']}"
+        table.add_row(escape(result["name"]), f"{result['tokens']:,}", *shown, ended)
+    if results:
+        Console().print(table)

@@ -1,0 +1,46 @@
+"""`fastweights convert`: replace a model's attention by fast weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from fastweights.cli.options import DTYPE_HELP, Dtype, reports_errors, takes_settings
+from fastweights.cli.output import print_description
+from fastweights.config import FastWeightsConfig
+
+
+@reports_errors
+@takes_settings
+def convert(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Pretrained model: a hub id, a folder or a GGUF file.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write the converted model to.")],
+    config: FastWeightsConfig,
+    dtype: Annotated[Dtype, typer.Option(help=DTYPE_HELP)] = "auto",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output folder that is not empty.")] = False,
+) -> None:
+    """Replace a model's attention by fast weights. The tokenizer, where there is one, is saved with the result."""
+    from transformers.utils import logging
+
+    from fastweights import convert as converter
+    from fastweights.loading import load, load_tokenizer, new_model_folder
+    from fastweights.modeling.description import describe
+
+    logging.disable_progress_bar()
+    with (
+        new_model_folder(output, overwrite, source=model) as folder,
+        Console(stderr=True).status(f"loading {escape(model)}") as status,
+    ):
+        pretrained, tokenizer = load(model, dtype=dtype), load_tokenizer(model)
+        status.update("converting")
+        converted = converter(pretrained, config)
+        converted.config.fastweights_base = str(Path(model).resolve()) if Path(model).exists() else model
+        status.update(f"saving to {escape(str(output))}")
+        converted.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+    print_description(describe(converted), str(output))

@@ -1,0 +1,86 @@
+"""`fastweights eval`: measure the quality of models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from fastweights.cli.options import (
+    DTYPE_HELP,
+    Dtype,
+    check_output,
+    parse_numbers,
+    reports_errors,
+    short_name,
+    usable_device,
+)
+from fastweights.cli.output import print_tables
+
+
+@reports_errors
+def evaluate(
+    models: Annotated[
+        list[str],
+        typer.Argument(metavar="MODEL...", help="Models: folders, hub ids, GGUF files; the base first."),
+    ],
+    data: Annotated[list[str], typer.Option(help="Text for perplexity; may be given again.")] = [],  # noqa: B006
+    length: Annotated[
+        int | None, typer.Option(help="Tokens of a window; by default 1024, or what all models have positions for.")
+    ] = None,
+    context: Annotated[str, typer.Option(help="Tokens of a window that are seen and not scored, such as 0,480.")] = "0",
+    by_position: Annotated[bool, typer.Option("--by-position", help="Loss by position in the window.")] = False,
+    position_length: Annotated[
+        int | None, typer.Option(min=1, help="Window of --by-position; by default --length.")
+    ] = None,
+    recall: Annotated[bool, typer.Option("--recall", help="Recall of pairs and copying, by distance.")] = False,
+    tasks: Annotated[str, typer.Option(help="lm-eval tasks, such as lambada,hellaswag.")] = "",
+    task_folder: Annotated[
+        Path | None, typer.Option(help="Folder with the tasks' JSON lines; by default lm-eval downloads them.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Items of each task, at most.")] = None,
+    text_field: Annotated[str, typer.Option(help="Field of JSON lines and data sets that holds the text.")] = "text",
+    batch_size: Annotated[int, typer.Option(help="Windows at once.")] = 8,
+    device: Annotated[str | None, typer.Option(help="Device to run on; by default a GPU where there is one.")] = None,
+    dtype: Annotated[Dtype, typer.Option(help=DTYPE_HELP)] = "auto",
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON file for the result.")] = None,
+) -> None:
+    """Measure models and compare them: perplexity, recall, lm-eval tasks."""
+    from transformers.utils import logging
+
+    from fastweights.data.readers import read_text
+    from fastweights.evaluation.perplexity import evaluate as measure
+    from fastweights.evaluation.perplexity import window_for
+    from fastweights.utils.provenance import write_result
+
+    logging.disable_progress_bar()
+    check_output(output)
+    contexts = parse_numbers("--context", context)
+    texts = {short_name(source, data): read_text(source, text_field) for source in data}
+    usable = usable_device(device)
+    with Console(stderr=True).status("loading"):
+        loaded = {name: _load_any(name, dtype, usable) for name in models}
+    result = measure(
+        {short_name(name, models): pair for name, pair in loaded.items()},
+        data=texts,
+        length=window_for([model for model, _ in loaded.values()]) if length is None else length,
+        contexts=contexts,
+        tasks=[task for task in tasks.split(",") if task],
+        recall=recall,
+        by_position=by_position,
+        position_length=position_length,
+        limit=limit,
+        task_folder=task_folder,
+        batch_size=batch_size,
+    )
+    print_tables(result)
+    if output is not None:
+        write_result(output, result)
+
+
+def _load_any(model: str, dtype: str, device: str) -> tuple[Any, Any]:
+    from fastweights.loading import load, load_tokenizer
+
+    return load(model, dtype=dtype).to(device).eval(), load_tokenizer(model)

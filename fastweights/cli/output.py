@@ -1,0 +1,39 @@
+"""What several commands print."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.markup import escape
+from rich.table import Column, Table
+
+if TYPE_CHECKING:
+    from fastweights.modeling.description import Description
+
+
+def print_description(described: Description, name: str) -> None:
+    from fastweights.modeling.description import facts
+
+    summary = Table(title=escape(name), title_justify="left", show_header=False, box=None)
+    for label, value in facts(described).items():
+        summary.add_row(label, value)
+    headers = ("tokens", "this model", "KV cache of the base model")
+    memory = Table(*(Column(header, justify="right") for header in headers), box=None)
+    for row in described.memory:
+        memory.add_row(f"{row.tokens:,}", decimal(row.here), decimal(row.attention))
+    Console().print(summary, "", memory)
+
+
+def print_tables(result: dict[str, Any]) -> None:
+    from fastweights.report import tables_of
+
+    console = Console()
+    for table in tables_of(result):
+        shown = Table(
+            *(Column(h, justify="left" if i < table.names else "right") for i, h in enumerate(table.header)), box=None
+        )
+        for row in table.rows:
+            shown.add_row(*map(escape, row))
+        console.print(shown, "")

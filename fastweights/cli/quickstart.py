@@ -1,0 +1,26 @@
+"""`fastweights quickstart`: convert, train and measure the packaged model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from fastweights.cli.options import reports_errors
+
+
+@reports_errors
+def quickstart(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for what is made.")] = Path(
+        "quickstart-output"
+    ),
+) -> None:
+    """The whole story on a small packaged model: convert it, train it back, measure it, report."""
+    from transformers.utils import logging
+
+    from fastweights.quickstart import run
+
+    logging.disable_progress_bar()
+    run(output, Console())

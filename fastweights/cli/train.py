@@ -1,0 +1,111 @@
+"""`fastweights train`: train a converted model, or resume a run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from fastweights.cli.options import given_options, reports_errors, stage_help, takes_changes
+
+PARENT_POLL_SECONDS = 0.5
+
+
+@reports_errors
+@takes_changes
+def train(
+    changes: dict[str, Any],
+    model: Annotated[str | None, typer.Argument(metavar="[DIR]", help="Folder of a saved model.")] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="Text to train on: a file (text, JSON lines, parquet; .xz, .gz), a folder, or hf:NAME."),
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="New folder for the run.")] = None,
+    recipe: Annotated[
+        str, typer.Option(help="Name of a shipped recipe (distill, finetune, finish, paper), or a YAML file.")
+    ] = "distill",
+    validation: Annotated[str | None, typer.Option(help="Text to validate on, as --data.")] = None,
+    teacher: Annotated[
+        str | None, typer.Option(help="The unconverted model; by default the one that DIR was converted from.")
+    ] = None,
+    change: Annotated[list[str], typer.Option("--set", help=stage_help())] = [],  # noqa: B006 (typer makes a new one)
+    text_field: Annotated[str, typer.Option(help="Field of JSON lines and data sets that holds the text.")] = "text",
+    limit: Annotated[int | None, typer.Option(min=1, help="Tokens to read of the data, at most.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, or by default a GPU where there is one.")] = None,
+    shard: Annotated[
+        bool, typer.Option("--shard", help="Shard the model over the processes of torchrun (FSDP2).")
+    ] = False,
+    report_to: Annotated[str | None, typer.Option(help="Tracker of accelerate: tensorboard, wandb, ...")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Resume the run in this folder, with its own settings.")] = None,
+    parent: Annotated[int | None, typer.Option(hidden=True, help="Stop when this process has ended.")] = None,
+    context: typer.Context = None,  # type: ignore[assignment]
+) -> None:
+    """Train a converted model back to its old quality. A run that was killed continues with --resume."""
+    from transformers.utils import logging
+
+    from fastweights.training.recipe import change as changed
+    from fastweights.training.recipe import load_recipe, parse_changes
+    from fastweights.training.trainer import TrainConfig
+    from fastweights.training.trainer import resume as resume_training
+    from fastweights.training.trainer import train as start_training
+
+    logging.disable_progress_bar()
+    if parent is not None:
+        _stop_with(parent)
+    if resume is not None:
+        others = given_options(context, besides=("resume", "parent"))
+        if others:
+            raise ValueError(f"--resume takes the settings of the run: give it alone, without {', '.join(others)}")
+        result, folder = resume_training(resume), resume
+    else:
+        if model is None or data is None or output is None:
+            missing = [n for n, v in (("DIR", model), ("--data", data), ("--output", output)) if v is None]
+            raise ValueError(f"{', '.join(missing)} missing: fastweights train DIR --data TEXT -o FOLDER")
+        made = changed(load_recipe(recipe), changes | parse_changes(change))
+        config = TrainConfig(
+            model=model,
+            data=data,
+            recipe=made,
+            teacher=teacher,
+            validation=validation,
+            text_field=text_field,
+            limit=limit,
+            device=device,
+            shard=shard,
+            report_to=report_to,
+        )
+        result, folder = start_training(config, output), output
+    _print_training(result, folder)
+
+
+def _stop_with(parent: int) -> None:
+    """Ask this process to stop when its parent has ended: a comparison that was killed leaves no runs behind."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_POLL_SECONDS)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _print_training(result: dict[str, Any], folder: Path) -> None:
+    console = Console()
+    if os.environ.get("RANK", "0") != "0":
+        return
+    best, base = result["best"], result["base"]
+    if best is not None:
+        ratio = "" if base is None else f", {best['perplexity'] / base['perplexity']:.3f} times the base's"
+        console.print(f"validation perplexity {best['perplexity']:,.2f}{ratio}", highlight=False)
+    chosen = folder / ("best" if best is not None else "last")
+    console.print(
+        f"{result['tokens']:,} tokens in {result['seconds']:,.0f} s; model: {chosen}; result: {folder / 'result.json'}",
+        highlight=False,
+        soft_wrap=True,
+    )
