@@ -47,7 +47,7 @@ def attention(model: Any, ids: torch.Tensor) -> Callable[[], None]:
 def check(model: Any, ids: torch.Tensor) -> float:
     """Relative error of the engine's logits after a text, its last token by a step."""
     engine = fw.Engine(model)
-    engine.decoder.fill(0, prefill(model, ids[:-1])[1])
+    engine.decoder.set_slot(0, prefill(model, ids[:-1])[1])
     engine.decoder.tokens.copy_(ids[-1:])
     expected = model(ids[None]).logits[:, -1]
     return float((engine.decoder.step() - expected).norm() / expected.norm())

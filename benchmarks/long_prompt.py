@@ -1,4 +1,4 @@
-"""A prompt of a million tokens in constant memory: the packaged model, converted, reads random tokens in pieces.
+"""A prompt of a million tokens in constant memory: the packaged model, converted, reads random tokens in chunks.
 
     python benchmarks/long_prompt.py [--lengths 65536,1048576] [--device cpu] [--out results/long_prompt.json]
 
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from fastweights.conversion import convert
-from fastweights.decode.engine import PIECE, prefill
+from fastweights.decode.engine import PREFILL_CHUNK, prefill
 from fastweights.loading import load
 from fastweights.quickstart import PACKAGED, SETTINGS
 from fastweights.utils.provenance import write_result
@@ -28,7 +28,7 @@ from fastweights.utils.provenance import write_result
 def read(length: int, device: str) -> dict[str, float]:
     model = convert(load(PACKAGED, dtype="float32").eval(), SETTINGS).to(device)
     generator = torch.Generator().manual_seed(0)
-    prefill(model, torch.randint(2048, (2 * PIECE,), generator=generator))
+    prefill(model, torch.randint(2048, (2 * PREFILL_CHUNK,), generator=generator))
     before = _peak(device)
     ids = torch.randint(2048, (length,), generator=generator)
     began = time.perf_counter()
@@ -60,7 +60,7 @@ def main() -> None:
         command = [sys.executable, __file__, "--one", str(length), "--device", options.device]
         points.append(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout))
         print(points[-1], flush=True)
-    what = f"reading a prompt in pieces of {PIECE} tokens with the packaged model, decay, m 32, window 32"
+    what = f"reading a prompt in chunks of {PREFILL_CHUNK} tokens with the packaged model, decay, m 32, window 32"
     write_result(options.out, {"what": what, "seed": 0, "tokens": sum(options.lengths), "points": points})
 
 

@@ -18,10 +18,10 @@ from fastweights.config import MODEL_TYPE_PREFIX
 if TYPE_CHECKING:
     from fastweights import ops as ops
     from fastweights.config import FastWeightsConfig as FastWeightsConfig
-    from fastweights.config import Sampling as Sampling
     from fastweights.conversion import convert as convert
     from fastweights.conversion import lora_modules as lora_modules
     from fastweights.decode.engine import Engine as Engine
+    from fastweights.decode.sampling import Sampling as Sampling
     from fastweights.loading import load as load
     from fastweights.modeling.cache import FastWeightsCache as FastWeightsCache
 
@@ -31,7 +31,7 @@ _PUBLIC = {
     "Engine": "fastweights.decode.engine",
     "FastWeightsCache": "fastweights.modeling.cache",
     "FastWeightsConfig": "fastweights.config",
-    "Sampling": "fastweights.config",
+    "Sampling": "fastweights.decode.sampling",
     "convert": "fastweights.conversion",
     "load": "fastweights.loading",
     "lora_modules": "fastweights.conversion",

@@ -1,10 +1,9 @@
 """FastWeightsConfig: everything that says how attention is replaced. Each field is documented once, here;
-the command line's help texts are taken from these descriptions. Sampling: how tokens are chosen."""
+the command line's help texts are taken from these descriptions."""
 
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any, get_type_hints
@@ -216,40 +215,3 @@ def is_whole(value: Any) -> bool:
 
 def is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
-
-
-SCALES = (1e-30, 1e30)  # logits times these are still float32 numbers
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How tokens are chosen: greedily, unless a temperature, top_k, top_p or seed is given; what of these is not
-    given then has no effect. Without a seed one is drawn from torch's generator."""
-
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, is_kind, least, most, wanted, otherwise in (
-            ("temperature", is_number, *SCALES, "above 0", ": leave it out to decode greedily"),
-            ("top_k", is_whole, 1, math.inf, "at least 1", ""),
-            ("top_p", is_number, 0, 1, "from 0 to 1", ""),
-            ("repetition_penalty", is_number, *SCALES, "above 0", ": 1 is no penalty"),
-            ("seed", is_whole, 0, 2**63 - 1, "from 0 to 2^63 - 1", ""),
-        ):
-            value = getattr(self, name)
-            if value is None and name != "repetition_penalty":
-                continue
-            if not is_kind(value):
-                what = "a whole number" if is_kind is is_whole else "a number"
-                raise ConfigError(f"{name} must be {what}, found {value!r}{otherwise}")
-            if not least <= value <= most:
-                limits = f" ({least:g} to {most:g})" if value > 0 and least == SCALES[0] else ""
-                raise ConfigError(f"{name} must be {wanted}{limits}, found {value}{otherwise}")
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature is None and self.top_k is None and self.top_p is None and self.seed is None

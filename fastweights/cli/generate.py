@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from fastweights.cli.options import DTYPE_HELP, Dtype, SavedModel, reports_errors, usable_device
-from fastweights.config import Sampling
+from fastweights.decode.sampling import Sampling
 
 if TYPE_CHECKING:
     from torch import Tensor

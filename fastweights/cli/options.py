@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 import typer
 from typer.models import ArgumentInfo
 
-from fastweights.config import ConfigError, FastWeightsConfig, Sampling
+from fastweights.config import ConfigError, FastWeightsConfig
 from fastweights.training.recipe import Recipe, RecipeError, Stage
 from fastweights.utils.errors import FastWeightsError, Stopped
 
@@ -80,7 +80,7 @@ def _with_flags(message: str) -> str:
     and in --set they are typed otherwise."""
     if re.match(r"--set |\S.*\.ya?ml[: ]", message):
         return message
-    names = "|".join(["lengths", *(f.name for kind in (FastWeightsConfig, Recipe, Sampling) for f in fields(kind))])
+    names = "|".join(["lengths", *(f.name for kind in (FastWeightsConfig, Recipe) for f in fields(kind))])
     return re.sub(rf"(?<![\w.-])({names})(?==| must\b)", lambda found: "--" + found[1].replace("_", "-"), message)
 
 

@@ -1,4 +1,4 @@
-"""The decode engine for converted models.
+"""The decode engine: generates sequences with a converted model at constant time and memory per token.
 
 Shapes: a prompt [T]   tokens and positions of the slots [B]   logits [B,V]
 """
@@ -14,59 +14,84 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastweights.config import ConfigError, Sampling, is_whole
-from fastweights.decode.model import make_decode_model
-from fastweights.decode.sampling import Mode, Sampler
+from fastweights.config import ConfigError, is_whole
+from fastweights.decode.model import ForwardDecodeModel, UnsupportedModel, make_decode_model
+from fastweights.decode.sampler import GREEDY, Sampler, SamplerMode
+from fastweights.decode.sampling import Sampling
 from fastweights.modeling.cache import FastWeightsCache
 from fastweights.modeling.classes import FastWeightsMixin, evaluating
 from fastweights.ops.device import obstacle
+from fastweights.utils.errors import Argument
 from fastweights.utils.progress import track
 
-PIECE = 1024
-# A prompt of more pieces than this shows how far it has been read.
-SHOWN_FROM = 8
+PREFILL_CHUNK = 1024
+# A progress bar is shown for prompts of more chunks than this.
+MIN_CHUNKS_SHOWN = 8
 WARM_UP_STEPS = 3
-GREEDY = Mode(False, False, False)
-
-
-class UnsupportedModelError(ConfigError):
-    """A model that only transformers can continue."""
 
 
 def prefill(
-    model: Any, ids: Tensor, state: FastWeightsCache | None = None, piece: int = PIECE, progress: bool = False
+    model: Any,
+    ids: Tensor,
+    state: FastWeightsCache | None = None,
+    prefill_chunk: int = PREFILL_CHUNK,
+    progress: bool = False,
 ) -> tuple[Tensor, FastWeightsCache]:
-    """Read a prompt [T] piece by piece: the logits [1,V] after it, and the state, which is advanced in place.
-    Memory is that of one piece, however long the prompt, but for layers that are still attention."""
+    """Feed a prompt to the model in chunks.
+
+    Memory is that of one chunk, however long the prompt, except for layers that are still attention.
+
+    Args:
+        model: A converted model.
+        ids: Token ids [T].
+        state: The state before the prompt, which is advanced in place; a new one by default.
+        prefill_chunk: Tokens of a chunk.
+        progress: Show a progress bar for long prompts.
+
+    Returns:
+        The logits [1,V] after the prompt, and the state.
+    """
     state = FastWeightsCache(model.config) if state is None else state
-    pieces = ids[None].split(piece, dim=1)
-    shown = progress and len(pieces) > SHOWN_FROM
+    chunks = ids[None].split(prefill_chunk, dim=1)
+    shown = progress and len(chunks) > MIN_CHUNKS_SHOWN
     with torch.no_grad():
-        for part in track(pieces, "reading", enabled=shown):
-            out = model(part.to(model.device), past_key_values=state, logits_to_keep=1)
+        for chunk in track(chunks, "prefill", enabled=shown):
+            out = model(chunk.to(model.device), past_key_values=state, logits_to_keep=1)
     return out.logits[:, -1], state
 
 
 @dataclass
 class _Sequence:
-    """One text to continue."""
+    """A sequence to generate: prompt [T], and the new tokens so far."""
 
     prompt: Tensor
-    limit: int
+    max_new_tokens: int
     sampling: Sampling
     seed: int
     state: FastWeightsCache | None
-    new: list[int] = field(default_factory=list)
+    new_tokens: list[int] = field(default_factory=list)
 
 
 class Engine:
-    """Continues texts with a converted model in `batch_size` slots. When a text ends, the next one's state takes its
-    slot; the others go on, and nothing is padded.
+    """Generates many sequences with a converted model in `batch_size` slots.
 
-    A step (all layers and the choice of the token) has static addresses and stays on the device; `graph`: it is a CUDA
-    graph, by default on a GPU. The weights are packed once: after changing the model make a new engine. `kernels`: use
-    the Triton kernels, by default where they can be. `max_length`: of the longest text, prompt and new tokens; only for
-    a model some of whose layers are still attention: each slot has room for the keys and values of so many tokens."""
+    When a sequence ends, the next prompt takes its slot while the others continue, so nothing is padded. One step of
+    all layers and the sampler stays on the device with static addresses. The weights are packed once: make a new engine
+    after changing the model.
+
+    Args:
+        model: A converted model.
+        batch_size: Number of slots.
+        graph: Whether to run a step as a CUDA graph; by default on a GPU.
+        prefill_chunk: Tokens of a prompt that are fed to the model at once.
+        kernels: Whether to use the Triton kernels; by default where they are supported.
+        max_length: Tokens of the longest sequence, prompt and new tokens. It is needed if some layers are still
+            attention: each slot then reserves the keys and values of so many tokens.
+
+    Raises:
+        ConfigError: The model is not converted, or an argument is wrong or cannot be used here.
+        UnsupportedModel: Some layers are still attention, and the engine cannot decode such a model.
+    """
 
     def __init__(
         self,
@@ -74,41 +99,41 @@ class Engine:
         batch_size: int = 1,
         *,
         graph: bool | None = None,
-        piece: int = PIECE,
+        prefill_chunk: int = PREFILL_CHUNK,
         kernels: bool | None = None,
         max_length: int | None = None,
     ) -> None:
-        _check_whole("batch_size", batch_size)
-        _check_whole("piece", piece)
+        _check_at_least_one("batch_size", batch_size)
+        _check_at_least_one("prefill_chunk", prefill_chunk)
         if max_length is not None:
-            _check_whole("max_length", max_length)
+            _check_at_least_one("max_length", max_length)
         _check_model(model)
-        reason = obstacle(model.device, model.dtype, interpreter=True) if kernels else None
-        if reason is not None:
-            raise ConfigError(f"kernels=True cannot be used here: {reason}; leave it out")
-        kept = ", ".join(map(str, FastWeightsCache(model.config).kept))
-        if kept and max_length is None:
+        _check_kernels(model, kernels)
+        attention_layers = ", ".join(map(str, FastWeightsCache(model.config).kept))
+        if attention_layers and max_length is None:
             raise ConfigError(
-                f"layers {kept} are still attention and keep keys and values of the text: say with max_length how many "
-                "tokens the longest text has, or use model.generate"
+                f"layers {attention_layers} are still attention and store the keys and values of every token: give ",
+                Argument("max_length"),
+                ", the number of tokens of the longest sequence, or use model.generate",
             )
-        self.max_length = max_length if kept else None
-        self.model, self.piece, self.device = model, piece, model.device
+        self.max_length = max_length if attention_layers else None
+        self.model, self.prefill_chunk, self.device = model, prefill_chunk, model.device
         self.on_gpu = self.device.type == "cuda"
-        # An engine made in inference mode is used outside it, too, where its tensors must be ordinary ones.
+        # An engine made in inference mode can also be used outside of it, so its tensors must be ordinary ones.
         with torch.inference_mode(False), evaluating(model):
             self.decoder = make_decode_model(model, batch_size, kernels, self.max_length)
-        if kept and not self.decoder.static:
-            raise UnsupportedModelError(
-                f"layers {kept} are still attention, and the model is not of parts the engine knows: use model.generate"
+        if attention_layers and isinstance(self.decoder, ForwardDecodeModel):
+            raise UnsupportedModel(
+                f"layers {attention_layers} are still attention, and the engine cannot decode this model: "
+                f"{self.decoder.unsupported_reason}; use model.generate"
             )
-        possible = self.on_gpu and self.decoder.static
-        if graph and not possible:
-            raise ConfigError("graph=True needs a CUDA device and a model whose family's parts are known; leave it out")
-        self.graphs: dict[Mode, torch.cuda.CUDAGraph] | None = {} if possible and graph is not False else None
+        can_capture = self.on_gpu and self.decoder.static
+        if graph and not can_capture:
+            raise ConfigError(Argument("graph"), "=True needs a CUDA device and a supported model; leave it out")
+        self.graphs: dict[SamplerMode, torch.cuda.CUDAGraph] | None = {} if can_capture and graph is not False else None
         with torch.inference_mode(False):
             self.sampler = Sampler(batch_size, model.config.get_text_config().vocab_size, self.device)
-            self.arrived = torch.zeros(batch_size, dtype=torch.long, pin_memory=self.on_gpu)
+            self.host_tokens = torch.zeros(batch_size, dtype=torch.long, pin_memory=self.on_gpu)
 
     def generate(
         self,
@@ -120,23 +145,40 @@ class Engine:
         states: Sequence[FastWeightsCache | None] | None = None,
         progress: bool = False,
     ) -> list[list[int]]:
-        """The new tokens of each prompt, a stop token included (by default the model's end of text; () for none).
+        """Generate the continuation of each prompt.
 
-        One Sampling for all gives prompt i the seed + i. `on_token(i, token)` is called as tokens come. `states` are
-        what the model has seen before each prompt; each is advanced past its prompt. On a GPU a step is started before
-        the tokens of the last one are read, so a sequence that ends has been one step further, in vain. All is computed
-        in the model's dtype, under autocast, too."""
+        Everything is computed in the model's dtype, also under autocast.
+
+        Args:
+            prompts: Token ids of each prompt [T], with T >= 1.
+            max_new_tokens: Number of tokens to generate unless a stop token comes first; one for all or one each.
+            sampling: How tokens are chosen, one for all or one each; greedily by default. If one for all has a seed,
+                prompt i uses seed + i.
+            stop_tokens: Ids that end a sequence; by default the model's end-of-text tokens, () for none.
+            on_token: Called as on_token(i, token) for each new token of prompt i.
+            states: The state before each prompt, or None. Each is advanced past its prompt, in place.
+            progress: Show a progress bar for long prompts.
+
+        Returns:
+            The new tokens of each prompt, including the stop token.
+
+        Raises:
+            ConfigError: An argument is wrong, or a sequence may become longer than `max_length`.
+            ValueError: A sequence may become longer than the model's position table.
+        """
+        # On a GPU the next step starts before the tokens of the last one are read on the host. So a sequence that ends
+        # with a stop token has been decoded one step further than needed; its slot is overwritten anyway.
         sequences = self._sequences(prompts, max_new_tokens, sampling, states)
-        stops = set(_end_of_text(self.model)) if stop_tokens is None else self._stop_tokens(stop_tokens)
-        mode = Mode.of([sequence.sampling for sequence in sequences])
-        here = torch.cuda.device(self.device) if self.on_gpu else nullcontext()
-        with evaluating(self.model), torch.autocast(self.device.type, enabled=False), here:
+        stops = set(_end_of_text(self.model)) if stop_tokens is None else self._check_stop_tokens(stop_tokens)
+        mode = SamplerMode.of([sequence.sampling for sequence in sequences])
+        device = torch.cuda.device(self.device) if self.on_gpu else nullcontext()
+        with evaluating(self.model), torch.autocast(self.device.type, enabled=False), device:
             self._prepare(mode)
-            self._run_all(sequences, mode, stops, on_token or (lambda i, token: None), progress)
-        return [sequence.new for sequence in sequences]
+            self._run(sequences, mode, stops, on_token or (lambda i, token: None), progress)
+        return [sequence.new_tokens for sequence in sequences]
 
-    def step(self, mode: Mode = GREEDY) -> None:
-        """Take in every slot's token and choose the next ones."""
+    def step(self, mode: SamplerMode = GREEDY) -> None:
+        """Feed the token of every slot to the model and choose the next ones."""
         graph = None if self.graphs is None else self.graphs.get(mode)
         if graph is not None:
             graph.replay()
@@ -144,26 +186,83 @@ class Engine:
             self._step(mode)
 
     @torch.inference_mode()
-    def _step(self, mode: Mode) -> None:
-        stepper = self.decoder
-        logits = stepper.step()
-        stepper.tokens.copy_(self.sampler.choose(logits, stepper.positions, mode))
+    def _step(self, mode: SamplerMode) -> None:
+        logits = self.decoder.step()
+        self.decoder.tokens.copy_(self.sampler.choose(logits, self.decoder.positions, mode))
 
-    def _prepare(self, mode: Mode) -> None:
-        """Record the step, before any slot holds a text: trying it out changes them all."""
+    def _prepare(self, mode: SamplerMode) -> None:
+        """Capture the step in a graph. Warm-up steps change all slots, so no slot may be in use."""
         self.sampler.prepare(mode)
         if self.graphs is None or mode in self.graphs:
             return
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             for _ in range(WARM_UP_STEPS):
                 self._step(mode)
-        torch.cuda.current_stream().wait_stream(aside)
+        torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self._step(mode)
         self.graphs[mode] = graph
+
+    def _run(
+        self,
+        sequences: list[_Sequence],
+        mode: SamplerMode,
+        stops: set[int],
+        on_token: Callable[[int, int], Any],
+        progress: bool,
+    ) -> None:
+        """Generate all sequences; `owners` are the sequences that the slots belong to."""
+        waiting = deque(range(len(sequences)))
+        owners: list[int | None] = [None] * len(self.host_tokens)
+        while True:
+            for slot, owner in enumerate(owners):
+                if owner is None and waiting:
+                    owners[slot] = i = waiting.popleft()
+                    self._start(slot, sequences[i], mode, progress)
+            running = [sequences[i] for i in owners if i is not None]
+            if not running:
+                return
+            copied = self._copy_tokens_to_host()
+            ahead = self.on_gpu and any(len(s.new_tokens) + 1 < s.max_new_tokens for s in running)
+            if ahead:
+                self.step(mode)
+            for slot, (owner, token) in enumerate(zip(owners, self._read_tokens(copied), strict=True)):
+                if owner is not None:
+                    sequence = sequences[owner]
+                    sequence.new_tokens.append(token)
+                    on_token(owner, token)
+                    if token in stops or len(sequence.new_tokens) == sequence.max_new_tokens:
+                        owners[slot] = None
+            if not ahead and any(owner is not None for owner in owners):
+                self.step(mode)
+
+    def _start(self, slot: int, sequence: _Sequence, mode: SamplerMode, progress: bool) -> None:
+        """Prefill a prompt, write its state to a slot and choose its first new token."""
+        prompt = sequence.prompt.to(self.device)
+        logits, state = prefill(self.model, prompt, sequence.state, self.prefill_chunk, progress)
+        self.decoder.set_slot(slot, state)
+        self.sampler.set_slot(slot, sequence.sampling, sequence.seed, prompt)
+        row = slice(slot, slot + 1)
+        self.decoder.tokens[row].copy_(self.sampler.choose(logits, self.decoder.positions[row], mode, row))
+
+    def _copy_tokens_to_host(self) -> torch.cuda.Event | None:
+        """Start to copy the tokens to the host. On a GPU, the event tells when they have arrived."""
+        self.host_tokens.copy_(self.decoder.tokens, non_blocking=True)
+        if not self.on_gpu:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def _read_tokens(self, copied: torch.cuda.Event | None) -> list[int]:
+        if copied is not None:
+            copied.synchronize()
+        return self.host_tokens.tolist()
+
+    # checks of what generate is given
 
     def _sequences(
         self,
@@ -174,123 +273,104 @@ class Engine:
     ) -> list[_Sequence]:
         count = len(prompts)
         sampling = Sampling() if sampling is None else sampling
-        one_for_all = isinstance(sampling, Sampling)
+        shared = isinstance(sampling, Sampling)
         limits, samplings, given = (_for_each(value, count) for value in (max_new_tokens, sampling, states))
-        shared = [state for state in given if state is not None]
         for limit in limits:
-            _check_whole("max_new_tokens", limit)
-        for name, values, kind in (("sampling", samplings, Sampling), ("states", shared, FastWeightsCache)):
-            for value in values:
-                if not isinstance(value, kind):
-                    raise ConfigError(f"{name} must hold {kind.__name__}s, found {value!r}")
-        if len({id(state) for state in shared}) < len(shared):
-            raise ConfigError("one state is given to two prompts, and would be advanced twice: states=[s.fork(), ...]")
+            _check_at_least_one("max_new_tokens", limit)
+        _check_items("sampling", samplings, Sampling)
+        _check_states([state for state in given if state is not None])
         for name, values in (("max_new_tokens", limits), ("sampling", samplings), ("states", given)):
             if len(values) != count:
-                raise ConfigError(f"{name} must be one for all or one for each of {count} prompts, found {len(values)}")
-        sequences = []
-        for i, (prompt, limit, chosen, state) in enumerate(zip(prompts, limits, samplings, given, strict=True)):
-            if isinstance(prompt, str):
-                raise ConfigError(f"prompts[{i}] is a text: give its tokens, tokenizer(text).input_ids")
-            try:
-                ids = torch.as_tensor(prompt)
-            except (TypeError, ValueError, RuntimeError) as error:
-                raise ConfigError(f"prompts[{i}] must be the tokens of one text, found {prompt!r}") from error
-            ids = self._check_prompt(i, ids, limit, state)
-            drawn = int(torch.randint(2**62, ())) if chosen.seed is None and not chosen.greedy else 0
-            seed = drawn if chosen.seed is None else chosen.seed + (i if one_for_all else 0)
-            sequences.append(_Sequence(ids, limit, chosen, seed, state))
-        return sequences
+                raise ConfigError(
+                    Argument(name), f" must be one for all or one for each of {count} prompts, found {len(values)}"
+                )
+        return [
+            _Sequence(
+                self._check_prompt(i, prompt, limit, state),
+                limit,
+                own_sampling,
+                _seed(own_sampling, offset=i if shared else 0),
+                state,
+            )
+            for i, (prompt, limit, own_sampling, state) in enumerate(
+                zip(prompts, limits, samplings, given, strict=True)
+            )
+        ]
 
-    def _check_prompt(self, i: int, ids: Tensor, limit: int, state: FastWeightsCache | None) -> Tensor:
+    def _check_prompt(self, i: int, prompt: Any, limit: int, state: FastWeightsCache | None) -> Tensor:
+        """The prompt as a tensor [T]."""
+        name, vocab_size = (Argument("prompts"), f"[{i}]"), self.sampler.vocab_size
+        if isinstance(prompt, str):
+            raise ConfigError(*name, " is a string: give its tokens, tokenizer(text).input_ids")
+        try:
+            ids = torch.as_tensor(prompt)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(*name, f" must be the tokens of one sequence, found {prompt!r}") from error
         if ids.ndim != 1 or not len(ids):
-            raise ConfigError(f"prompts[{i}] must be the tokens of one text, at least one, found {list(ids.shape)}")
-        if ids.is_floating_point() or int(ids.min()) < 0 or int(ids.max()) >= self.sampler.vocabulary:
-            raise ConfigError(f"prompts[{i}] must be tokens from 0 to {self.sampler.vocabulary - 1}")
+            found = list(ids.shape)
+            raise ConfigError(*name, f" must be the tokens of one sequence, at least one, found shape {found}")
+        if ids.is_floating_point() or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+            raise ConfigError(*name, f" must be tokens from 0 to {vocab_size - 1}")
         if state is not None and state.batch_size > 1:
-            raise ConfigError(f"states[{i}] must be of one text, found {state.batch_size}: select a row of it")
+            raise ConfigError(
+                Argument("states"), f"[{i}] must be of one sequence, found {state.batch_size}: select a row of it"
+            )
+        self._check_length(i, ids, limit, state)
+        return ids.long()
+
+    def _check_length(self, i: int, ids: Tensor, limit: int, state: FastWeightsCache | None) -> None:
         seen = 0 if state is None or state.lengths is None else int(state.lengths[0])
         length = seen + len(ids) + limit - 1
         self.model._check_length(length)
         if self.max_length is not None and length > self.max_length:
-            raise ConfigError(f"prompts[{i}] may come to {length} tokens, and max_length is {self.max_length}")
+            raise ConfigError(
+                Argument("prompts"),
+                f"[{i}] may grow to {length} tokens, and ",
+                Argument("max_length"),
+                f" is {self.max_length}",
+            )
         if self.max_length is not None and state is not None:
-            state.mask_for(ids[None])  # refuses one that has seen padding
-        return ids.long()
+            state.mask_for(ids[None])  # raises for a state that has seen padding
 
-    def _stop_tokens(self, given: Any) -> set[int]:
-        listed: Any = given.tolist() if isinstance(given, Tensor) else given
-        tokens = [listed] if is_whole(listed) or isinstance(listed, str) else list(listed)
+    def _check_stop_tokens(self, stop_tokens: Any) -> set[int]:
+        given: Any = stop_tokens.tolist() if isinstance(stop_tokens, Tensor) else stop_tokens
+        tokens = [given] if is_whole(given) or isinstance(given, str) else list(given)
         for token in tokens:
-            if not is_whole(token) or not 0 <= token < self.sampler.vocabulary:
-                raise ConfigError(f"stop_tokens must be from 0 to {self.sampler.vocabulary - 1}, found {token!r}")
+            if not is_whole(token) or not 0 <= token < self.sampler.vocab_size:
+                last = self.sampler.vocab_size - 1
+                raise ConfigError(Argument("stop_tokens"), f" must be from 0 to {last}, found {token!r}")
         return {int(token) for token in tokens}
-
-    def _run_all(
-        self,
-        sequences: list[_Sequence],
-        mode: Mode,
-        stops: set[int],
-        on_token: Callable[[int, int], Any],
-        progress: bool,
-    ) -> None:
-        waiting = deque(range(len(sequences)))
-        owners: list[int | None] = [None] * len(self.arrived)
-        while True:
-            for slot, owner in enumerate(owners):
-                if owner is None and waiting:
-                    owners[slot] = i = waiting.popleft()
-                    self._admit(slot, sequences[i], mode, progress)
-            running = [sequences[i] for i in owners if i is not None]
-            if not running:
-                return
-            arrival = self._send()
-            ahead = self.on_gpu and any(len(s.new) + 1 < s.limit for s in running)
-            if ahead:
-                self.step(mode)
-            for slot, (owner, token) in enumerate(zip(owners, self._receive(arrival), strict=True)):
-                if owner is not None:
-                    sequence = sequences[owner]
-                    sequence.new.append(token)
-                    on_token(owner, token)
-                    if token in stops or len(sequence.new) == sequence.limit:
-                        owners[slot] = None
-            if not ahead and any(owner is not None for owner in owners):
-                self.step(mode)
-
-    def _admit(self, slot: int, sequence: _Sequence, mode: Mode, progress: bool) -> None:
-        """Read a prompt and overwrite a slot with what comes of it, the first new token included."""
-        prompt = sequence.prompt.to(self.device)
-        logits, state = prefill(self.model, prompt, sequence.state, self.piece, progress)
-        self.decoder.fill(slot, state)
-        self.sampler.fill(slot, sequence.sampling, sequence.seed, prompt)
-        here = slice(slot, slot + 1)
-        self.decoder.tokens[here].copy_(self.sampler.choose(logits, self.decoder.positions[here], mode, here))
-
-    def _send(self) -> torch.cuda.Event | None:
-        """Start to bring the tokens to the host; the event says when they are there."""
-        self.arrived.copy_(self.decoder.tokens, non_blocking=True)
-        if not self.on_gpu:
-            return None
-        event = torch.cuda.Event()
-        event.record()
-        return event
-
-    def _receive(self, arrival: torch.cuda.Event | None) -> list[int]:
-        if arrival is not None:
-            arrival.synchronize()
-        return self.arrived.tolist()
 
 
 def _for_each(value: Any, count: int) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value] * count
 
 
-def _check_whole(name: str, value: Any) -> None:
+def _seed(sampling: Sampling, offset: int) -> int:
+    if sampling.seed is not None:
+        return sampling.seed + offset
+    return 0 if sampling.greedy else int(torch.randint(2**62, ()))
+
+
+def _check_at_least_one(name: str, value: Any) -> None:
     if not is_whole(value):
-        raise ConfigError(f"{name} must be a whole number, found {value!r}")
+        raise ConfigError(Argument(name), f" must be a whole number, found {value!r}")
     if value < 1:
-        raise ConfigError(f"{name} must be at least 1, found {value}")
+        raise ConfigError(Argument(name), f" must be at least 1, found {value}")
+
+
+def _check_items(name: str, values: Sequence[Any], kind: type) -> None:
+    for value in values:
+        if not isinstance(value, kind):
+            raise ConfigError(Argument(name), f" must hold {kind.__name__}s, found {value!r}")
+
+
+def _check_states(states: Sequence[Any]) -> None:
+    _check_items("states", states, FastWeightsCache)
+    if len({id(state) for state in states}) < len(states):
+        raise ConfigError(
+            Argument("states"), " has one state for two prompts, which would advance it twice: states=[s.fork(), ...]"
+        )
 
 
 def _check_model(model: Any) -> None:
@@ -298,6 +378,12 @@ def _check_model(model: Any) -> None:
         raise ConfigError(
             f"the engine decodes converted models, found a {type(model).__name__}: convert it, or use its own generate"
         )
+
+
+def _check_kernels(model: Any, kernels: bool | None) -> None:
+    reason = obstacle(model.device, model.dtype, interpreter=True) if kernels else None
+    if reason is not None:
+        raise ConfigError(Argument("kernels"), f"=True cannot be used here: {reason}; leave it out")
 
 
 def _end_of_text(model: Any) -> list[int]:

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from transformers import set_seed
 
-from fastweights.config import ConfigError, Sampling
-from fastweights.decode.engine import PIECE, Engine, UnsupportedModelError, prefill
+from fastweights.config import ConfigError
+from fastweights.decode.engine import PREFILL_CHUNK, Engine, prefill
+from fastweights.decode.model import UnsupportedModel
+from fastweights.decode.sampling import Sampling
 from fastweights.modeling.cache import FastWeightsCache
 from fastweights.modeling.classes import position_limit
 from fastweights.utils.errors import Argument
@@ -82,7 +84,7 @@ def state_after(model: Any, before: FastWeightsCache, cache: FastWeightsCache, i
     state = cache if cache.batch_size == 1 else before
     unseen = ids[:, int(state.seen - before.seen) :]
     with torch.no_grad():
-        for chunk in unseen.split(PIECE, dim=1):
+        for chunk in unseen.split(PREFILL_CHUNK, dim=1):
             model(chunk, past_key_values=state, attention_mask=state.mask_for(chunk))
     return state
 
@@ -90,7 +92,7 @@ def state_after(model: Any, before: FastWeightsCache, cache: FastWeightsCache, i
 def _engine_for(model: Any, max_length: int) -> Engine | None:
     try:
         return Engine(model, max_length=max_length)
-    except UnsupportedModelError:
+    except UnsupportedModel:
         return None
 
 

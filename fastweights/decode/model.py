@@ -1,34 +1,41 @@
-"""One token for every slot of a batch without the model's modules: weights packed once, static buffers, few calls.
+"""The decode model: one token for every slot of a batch, without the model's own modules.
 
-Shapes: tokens, positions [B]   hidden [B,D]   packed [B,P]   logits [B,V]; what a block attends with: step_parts.py
+Weights are packed once, all buffers are allocated once and keep their addresses, so that a step can be captured in a
+CUDA graph. Layers get what they share from a `DecodeContext`.
+
+Shapes: tokens, positions [B]   hidden [B,D]   logits [B,V]   state [B,S,d,m]
+        packed [B,P] = q | k | v | gates of the rule | q | k | v of the window
+        ring buffers for the keys and values of a window of w tokens [B,Hkv,w,d]: token t is at t % w
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from fastweights.config import LOCAL, FastWeightsConfig
-from fastweights.decode.layers import (
-    Angles,
-    RetainedAttention,
-    Rule,
-    UnsupportedModel,
-    Window,
-    WindowAttention,
-    linears_of,
-    rotary_kinds,
-)
+from fastweights.config import LOCAL, ConfigError, FastWeightsConfig
 from fastweights.modeling.cache import FastWeightsCache
 from fastweights.modeling.classes import new_layer
 from fastweights.modeling.families import Family
 from fastweights.modeling.families.base import Parts, stored_less_one
-from fastweights.modeling.layer import FastWeightsAttention
+from fastweights.modeling.layer import FastWeightsAttention, LocalAttention, Projections, RecurrentAttention, rotate
+from fastweights.modeling.window import Past
 from fastweights.ops.linear import Linear, Norm, NormSums, Scratch
-from fastweights.ops.step import can_overlap, has_kernels
+from fastweights.ops.step import (
+    Rotary,
+    can_overlap,
+    has_kernels,
+    has_window_kernel,
+    step_kernel,
+    step_torch,
+    window_kernel,
+)
+from fastweights.rules import RULES
+from fastweights.rules.feature_maps import Identity, sum_normalize
 
 ACTIVATION_NAMES = {
     "silu": "silu",
@@ -41,113 +48,122 @@ ACTIVATION_NAMES = {
 }
 
 
+class UnsupportedModel(ConfigError):
+    """A model that the decode model cannot be built from, with the reason."""
+
+
 def make_decode_model(
-    model: Any, batch: int, kernels: bool | None = None, longest: int | None = None
+    model: Any, batch_size: int, kernels: bool | None = None, max_length: int | None = None
 ) -> DecodeModel | ForwardDecodeModel:
-    """The lean stepper where the model can be described, the model's own forward for any other."""
+    """Return a DecodeModel where the model is supported, otherwise one that calls the model's own forward."""
     try:
-        return DecodeModel(model, batch, kernels, longest)
-    except UnsupportedModel:
-        return ForwardDecodeModel(model, batch)
+        return DecodeModel(model, batch_size, kernels, max_length)
+    except UnsupportedModel as error:
+        return ForwardDecodeModel(model, batch_size, str(error))
 
 
 class ForwardDecodeModel:
-    """The same by the model's own forward: right for everything, and slower."""
+    """The same interface through the model's own forward. It works for every converted model, but is slower."""
 
     static = False
 
-    def __init__(self, model: Any, batch: int) -> None:
-        self.model, self.cache = model, FastWeightsCache(model.config)
-        self.tokens = torch.zeros(batch, dtype=torch.long, device=model.device)
+    def __init__(self, model: Any, batch_size: int, unsupported_reason: str = "") -> None:
+        self.model, self.cache, self.unsupported_reason = model, FastWeightsCache(model.config), unsupported_reason
+        self.tokens = torch.zeros(batch_size, dtype=torch.long, device=model.device)
         self.positions = torch.zeros_like(self.tokens)
-        self.step()
+        self.step()  # allocates the cache for all slots
         self.positions.zero_()
 
     def step(self) -> Tensor:
+        """Feed `tokens` to the model and return the logits [B,V] of the next ones."""
         positions = self.positions[:, None]
         limit = self.model.family.learned_positions
-        if limit:  # a slot that is free counts on
+        if limit:  # the position of a free slot keeps growing
             positions = positions.clamp(max=getattr(self.model.config, limit) - 1)
         out = self.model(self.tokens[:, None], past_key_values=self.cache, position_ids=positions)
         self.positions += 1
         return out.logits[:, -1]
 
-    def fill(self, slot: int, cache: FastWeightsCache) -> None:
+    def set_slot(self, slot: int, cache: FastWeightsCache) -> None:
+        """Overwrite a slot with the state of one sequence."""
         for own, other in zip(self.cache.layers, cache.layers, strict=True):
-            for name, held in own.tensors.items():
-                held[slot].copy_(other.tensors[name][0])
+            for name, tensor in own.tensors.items():
+                tensor[slot].copy_(other.tensors[name][0])
         assert cache.lengths is not None
         self.positions[slot : slot + 1].copy_(cache.lengths)
 
 
 class DecodeModel:
-    """`kernels`: Triton's; by default where they can be used. `longest`: tokens of the longest text, for layers that
-    are still attention. Every address is the same at every step."""
+    """A converted model as packed weights and static buffers.
+
+    Args:
+        model: A converted model.
+        batch_size: Number of slots B.
+        kernels: Whether to use the Triton kernels; by default where they are supported.
+        max_length: Tokens of the longest sequence; needed if some layers are still attention.
+
+    Raises:
+        UnsupportedModel: The model is not built from the modules that its family describes.
+    """
 
     static = True
 
-    def __init__(self, model: Any, batch: int, kernels: bool | None = None, longest: int | None = None) -> None:
+    def __init__(self, model: Any, batch_size: int, kernels: bool | None = None, max_length: int | None = None) -> None:
         family: Family = model.family
         parts, config = family.parts, model.config
-        devices, dtypes = {p.device for p in model.parameters()}, {p.dtype for p in model.parameters()}
-        if parts is None or not parts.holds(config) or len(devices) > 1 or len(dtypes) > 1:
-            raise UnsupportedModel
-        self.device, self.dtype = model.device, model.dtype
-        self.kernels = has_kernels(self.device, self.dtype) if kernels is None else kernels
-        self.overlap = self.kernels and can_overlap(self.device)
-        self.scratch = Scratch(self.device) if self.kernels else None
-        self.tokens = torch.zeros(batch, dtype=torch.long, device=self.device)
+        _check_supported(model)
+        assert parts is not None
+        self.tokens = torch.zeros(batch_size, dtype=torch.long, device=model.device)
         self.positions = torch.zeros_like(self.tokens)
-        self.hidden = torch.zeros(batch, config.hidden_size, dtype=self.dtype, device=self.device)
-        self._read_ends(model, parts)
-        self.rotary_kinds = rotary_kinds(model, parts)
-        self.angles = {kind: Angles(model, parts, kind, batch) for kind in set(self.rotary_kinds)}
-        self.windows: dict[tuple[int, int], Window] = {}
-        self.longest = longest
-        self.blocks = [_Block(self, family, block, config, i) for i, block in enumerate(family.blocks(model))]
+        self.context = DecodeContext(
+            positions=self.positions,
+            dtype=model.dtype,
+            kernels=has_kernels(model.device, model.dtype) if kernels is None else kernels,
+            max_length=max_length,
+        )
+        self.hidden = self.context.buffer(config.hidden_size)
+        self._pack_embedding(model, parts)
+        self._pack_head(model, parts)
+        kinds = _rotary_kinds(model, parts)
+        self.rotary = {kind: RotaryEmbedding(model, parts, kind, batch_size) for kind in set(kinds)}
+        self.blocks = [
+            DecodeBlock(self.context, family, block, config, i, self.rotary[kinds[i]] if kinds else None)
+            for i, block in enumerate(family.blocks(model))
+        ]
 
-    def _read_ends(self, model: Any, parts: Parts) -> None:
-        config, head = model.config, model.get_output_embeddings()
+    def _pack_embedding(self, model: Any, parts: Parts) -> None:
         self.embedding: Tensor = model.get_submodule(parts.embedding).weight.detach()
         self.embedding_scale = None
         if parts.scales_embedding:
-            self.embedding_scale = torch.tensor(config.hidden_size**0.5, dtype=self.dtype).item()
+            self.embedding_scale = torch.tensor(model.config.hidden_size**0.5, dtype=model.dtype).item()
         self.position_table: Tensor | None = None
         if parts.positions is not None:
             table = model.get_submodule(parts.positions)
             self.position_table = table.weight.detach()[getattr(table, "offset", 0) :]
-        weight, bias = _weight(head)
+
+    def _pack_head(self, model: Any, parts: Parts) -> None:
+        weight, bias = _weight(model.get_output_embeddings())
         norm = _norm(model.get_submodule(parts.final_norm))
-        self.head = self.linear(weight, bias, norm)
+        self.head = self.context.linear(weight, bias, norm)
         batch, width = self.hidden.shape
-        self.sums = NormSums(batch, width, norm.centred, self.device)
-        self.logits = self.hidden.new_zeros(batch, weight.shape[0])
-        self.softcap = getattr(config, "final_logit_softcapping", None)
-
-    def linear(self, weight: Tensor, bias: Tensor | None, norm: Norm | None = None, **options: Any) -> Linear:
-        options |= dict(kernel=self.kernels, overlap=self.overlap, scratch=self.scratch)
-        return Linear(weight, bias, norm, **options)
-
-    def window(self, width: int, heads: int) -> Window:
-        if (width, heads) not in self.windows:
-            self.windows[width, heads] = Window(width, heads, self.positions)
-        return self.windows[width, heads]
+        self.sums = NormSums(batch, width, norm.centred, self.hidden.device)
+        self.logits = self.context.buffer(weight.shape[0])
+        self.softcap = getattr(model.config, "final_logit_softcapping", None)
 
     @torch.inference_mode()
     def step(self) -> Tensor:
-        """Take in the tokens; logits [B,V] of the next ones, in the buffer they are always in."""
+        """Feed `tokens` to the model and return the logits [B,V] of the next ones, always in the same buffer."""
         hidden = torch.index_select(self.embedding, 0, self.tokens, out=self.hidden)
         if self.embedding_scale is not None:
             hidden.mul_(self.embedding_scale)
-        if self.position_table is not None:  # beyond the table: a clamped model, or a slot that is free and counts on
+        if self.position_table is not None:  # positions="clamp", or a free slot, whose position keeps growing
             rows = self.positions.clamp(max=len(self.position_table) - 1)
             hidden.add_(self.position_table.index_select(0, rows))
         self.sums.parts = 0
-        for angles in self.angles.values():
-            angles.turn(self.positions)
-        for window in self.windows.values():
-            if window.moves:
-                window.move(self.positions)
+        for rotary in self.rotary.values():
+            rotary.update(self.positions)
+        for ring in self.context.rings.values():
+            ring.update(self.positions)
         for block in self.blocks:
             block.step(hidden, self.sums)
         self.head(hidden, self.logits, sums=self.sums)
@@ -157,70 +173,315 @@ class DecodeModel:
         return self.logits
 
     @torch.no_grad()
-    def fill(self, slot: int, cache: FastWeightsCache) -> None:
-        """Overwrite a slot with the state of one text."""
+    def set_slot(self, slot: int, cache: FastWeightsCache) -> None:
+        """Overwrite a slot with the state of one sequence."""
         assert cache.lengths is not None
         for block, layer in zip(self.blocks, cache.layers, strict=True):
-            for part in (block.rule, block.window):
-                if part is not None:
-                    part.fill(slot, layer, cache.lengths)
+            for mixer in (block.recurrence, block.window):
+                if mixer is not None:
+                    mixer.set_slot(slot, layer, cache.lengths)
         self.positions[slot : slot + 1].copy_(cache.lengths)
 
 
-class _Block:
-    def __init__(self, stepper: DecodeModel, family: Family, block: nn.Module, config: Any, index: int) -> None:
+# what layers share
+
+
+@dataclass
+class DecodeContext:
+    """What the layers of a decode model share: sizes, options, and buffers that are updated once per step."""
+
+    positions: Tensor
+    dtype: torch.dtype
+    kernels: bool
+    max_length: int | None
+    rings: dict[tuple[int, int], RingIndex] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.batch_size, self.device = len(self.positions), self.positions.device
+        self.overlap = self.kernels and can_overlap(self.device)
+        self.scratch = Scratch(self.device) if self.kernels else None
+
+    def buffer(self, *shape: int) -> Tensor:
+        """A static buffer [B,*shape]."""
+        return torch.zeros(self.batch_size, *shape, dtype=self.dtype, device=self.device)
+
+    def linear(self, weight: Tensor, bias: Tensor | None, norm: Norm | None = None, **options: Any) -> Linear:
+        options |= dict(kernel=self.kernels, overlap=self.overlap, scratch=self.scratch)
+        return Linear(weight, bias, norm, **options)
+
+    def ring(self, width: int, heads: int) -> RingIndex:
+        """The index that all layers with ring buffers of this shape share."""
+        if (width, heads) not in self.rings:
+            self.rings[width, heads] = RingIndex(width, heads, self.positions)
+        return self.rings[width, heads]
+
+
+class RotaryEmbedding:
+    """cos and sin [B,R] of the current positions, float32."""
+
+    def __init__(self, model: Any, parts: Parts, kind: str, batch_size: int) -> None:
+        rotary = model.get_submodule(str(parts.rotary))
+        prefix = f"{kind}_" if kind else ""
+        rope_type = rotary.rope_type[kind] if kind else rotary.rope_type
+        if "dynamic" in rope_type or rope_type == "longrope":
+            raise UnsupportedModel(f"its rotary frequencies depend on the length (rope_type {rope_type!r})")
+        self.frequencies: Tensor = getattr(rotary, f"{prefix}inv_freq").float().to(model.device)
+        self.scaling: float = getattr(rotary, f"{prefix}attention_scaling")
+        shape = batch_size, len(self.frequencies)
+        self.angle, self.cos, self.sin = (self.frequencies.new_zeros(shape) for _ in range(3))
+
+    def update(self, positions: Tensor) -> None:
+        torch.mul(positions[:, None], self.frequencies, out=self.angle)
+        torch.cos(self.angle, out=self.cos)
+        torch.sin(self.angle, out=self.sin)
+        if self.scaling != 1:
+            self.cos.mul_(self.scaling)
+            self.sin.mul_(self.scaling)
+
+
+class RingIndex:
+    """Where in ring buffers of this width each slot's token is written, and which places are still empty.
+
+    Only for attention in torch: the kernel computes this from the positions."""
+
+    def __init__(self, width: int, heads: int, positions: Tensor) -> None:
+        self.width, batch, device = width, len(positions), positions.device
+        self.offsets = (torch.arange(batch * heads, device=device) * width).view(batch, heads)
+        self.places = torch.arange(width, device=device)
+        self.place, self.rows = torch.zeros_like(positions), torch.zeros_like(self.offsets)
+        self.empty = torch.zeros(batch, width, dtype=torch.bool, device=device)
+
+    def update(self, positions: Tensor) -> None:
+        torch.remainder(positions, self.width, out=self.place)
+        torch.add(self.offsets, self.place[:, None], out=self.rows)
+        torch.gt(self.places, positions[:, None], out=self.empty)
+
+
+# what mixes tokens: a rule's state, a window, full attention
+
+
+class PackedHeads:
+    """Queries, keys and values [B,heads,.] as views of the packed buffer."""
+
+    def __init__(self, projections: Projections, packed: Tensor, start: int, rotary: RotaryEmbedding | None) -> None:
+        self.projections = projections
+        widths = [linear.out_features for linear in _qkv_linears(projections)]
+        heads = (projections.heads, projections.states, projections.states)
+        self.end = start + sum(widths)
+        parts = packed[:, start : self.end].split(widths, dim=1)
+        self.q, self.k, self.v = (x.unflatten(1, (h, -1)) for x, h in zip(parts, heads, strict=True))
+        self.rotary: Rotary | None = None
+        if projections.planes.shape[1] and rotary is not None:
+            self.rotary = Rotary(rotary.cos, rotary.sin, projections.planes)
+
+    def normed_and_rotated(self) -> tuple[Tensor, Tensor]:
+        """Queries and keys as attention uses them."""
+        q, k = self.q, self.k
+        if self.projections.q_norm is not None and self.projections.k_norm is not None:
+            q, k = self.projections.q_norm(q), self.projections.k_norm(k)
+        if self.rotary is not None:
+            cos, sin, planes = self.rotary
+            q, k = (rotate(x[:, None], cos[:, None], sin[:, None], planes)[:, 0] for x in (q, k))
+        return q, k
+
+
+class DecodeRecurrence:
+    """The state of a rule and its update from the packed buffer.
+
+    `fused`: the kernel also rotates and scales. Otherwise torch prepares queries and keys with the layer's modules."""
+
+    def __init__(
+        self, rule: RecurrentAttention, context: DecodeContext, packed: Tensor, rotary: RotaryEmbedding | None
+    ) -> None:
+        self.rule, self.config = rule, rule.config
+        self.kernels, self.overlap = context.kernels, context.overlap
+        self.heads = PackedHeads(rule.projections, packed, 0, rotary)
+        batch, states, d = self.heads.v.shape
+        self.gate_logits, start = [], self.heads.end
+        for name, width in RULES[self.config.rule].gates.items():
+            end = start + rule.gates[name].out_features
+            logits, start = packed[:, start:end], end
+            self.gate_logits.append(logits if width == "1" else logits.unflatten(1, (states, -1)))
+        dtype = torch.promote_types(context.dtype, torch.float32)
+        rows = d + self.config.normalizes_attention
+        self.state = torch.zeros(batch, states, rows, self.config.m, dtype=dtype, device=context.device)
+        self.y = context.buffer(rule.projections.heads, d)
+        self.no_feature_map = type(rule.feature_map) is Identity
+        plain = self.no_feature_map and not self.config.normalizes_sum and rule.projections.q_norm is None
+        self.fused = context.kernels and plain
+
+    def step(self) -> Tensor:
+        """Update the state with the current token and return y [B,H,d]."""
+        heads, normalize = self.heads, self.config.normalizes_attention
+        q, k = (heads.q, heads.k) if self.fused else self._features()
+        arguments = (self.config.rule, self.state, q, k, heads.v, self.gate_logits)
+        if not self.kernels:
+            y = step_torch(*arguments, normalize)
+        else:
+            rotary, key_scale = (heads.rotary, self.rule.key_scale) if self.fused else (None, None)
+            step_kernel(*arguments, self.y, normalize, rotary, key_scale, self.overlap)
+            y = self.y
+        return y if self.rule.output_norm is None else self.rule.output_norm(y)
+
+    def _features(self) -> tuple[Tensor, Tensor]:
+        q, k = self.heads.normed_and_rotated()
+        if not self.no_feature_map:
+            q, k = (self.rule.feature_map(x[:, None])[:, 0] for x in (q, k))
+        if self.config.normalizes_sum:
+            q, k = sum_normalize(q), sum_normalize(k)
+        if self.rule.key_scale is not None:
+            k = k * self.rule.key_scale.to(k.dtype)
+        return q, k
+
+    def set_slot(self, slot: int, layer: Any, lengths: Tensor) -> None:
+        self.state[slot].copy_(layer.tensors["state"][0])
+
+
+class DecodeWindow:
+    """Softmax attention to the last w tokens, whose keys and values are in ring buffers."""
+
+    def __init__(
+        self,
+        local: LocalAttention,
+        context: DecodeContext,
+        packed: Tensor,
+        start: int,
+        rotary: RotaryEmbedding | None,
+    ) -> None:
+        self.heads, self.softcap = PackedHeads(local.projections, packed, start, rotary), local.softcap
+        self.positions, self.overlap, self.width = context.positions, context.overlap, local.window
+        _, kv_heads, d = self.heads.v.shape
+        self.fused = context.kernels and has_window_kernel(local.window, d, context.device)
+        self.ring = None if self.fused else context.ring(local.window, kv_heads)
+        self.y = context.buffer(*self.heads.q.shape[1:])
+        self.keys, self.values = (context.buffer(kv_heads, local.window, d) for _ in range(2))
+
+    def step(self, from_rule: Tensor | None = None, window_share: Tensor | None = None) -> Tensor:
+        """Add the current token to the window and attend to it.
+
+        Args:
+            from_rule: The rule's output [B,H,d] in a layer that has both.
+            window_share: The window's share of the mixture [H,1]; the rest is the rule's.
+
+        Returns:
+            y [B,H,d].
+        """
+        if self.ring is None:
+            return self._attend_with_kernel(from_rule, window_share)
+        y = self._attend(self.ring)
+        return y if from_rule is None or window_share is None else torch.lerp(from_rule, y, window_share)
+
+    def _attend_with_kernel(self, from_rule: Tensor | None, window_share: Tensor | None) -> Tensor:
+        heads, plain = self.heads, self.heads.projections.q_norm is None
+        q, k = (heads.q, heads.k) if plain else heads.normed_and_rotated()
+        arguments = (self.keys, self.values, self.positions, q, k, heads.v, self.y)
+        rotary = heads.rotary if plain else None
+        window_kernel(*arguments, rotary, self.softcap, from_rule, window_share, self.overlap)
+        return self.y
+
+    def _attend(self, ring: RingIndex) -> Tensor:
+        q, k = self.heads.normed_and_rotated()
+        for buffer, new in ((self.keys, k), (self.values, self.heads.v)):
+            buffer.view(-1, buffer.shape[-1]).index_copy_(0, ring.rows.view(-1), new.flatten(0, 1))
+        logits = torch.matmul(q.unflatten(1, (self.keys.shape[1], -1)), self.keys.mT)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        weights = logits.masked_fill_(ring.empty[:, None, None], float("-inf")).softmax(-1)
+        return torch.matmul(weights.to(self.values.dtype), self.values).flatten(1, 2)
+
+    def set_slot(self, slot: int, layer: Any, lengths: Tensor) -> None:
+        past = layer.get_all(Past)
+        self._write(slot, past.k[0].transpose(0, 1), past.v[0].transpose(0, 1), lengths)
+
+    def _write(self, slot: int, keys: Tensor, values: Tensor, lengths: Tensor) -> None:
+        """Keys and values [Hkv,n,d] of the last n tokens of a sequence of `lengths` [1] tokens."""
+        count = keys.shape[1]
+        places = (lengths - count + torch.arange(count, device=lengths.device)) % self.width
+        self.keys[slot].index_copy_(1, places, keys)
+        self.values[slot].index_copy_(1, places, values)
+
+
+class DecodeAttention(DecodeWindow):
+    """Full attention of a layer that was not converted: a window that holds the longest sequence."""
+
+    def __init__(self, attention: FastWeightsAttention, *args: Any) -> None:
+        assert attention.window is not None
+        super().__init__(attention.window, *args)
+        self.key_scale = attention.shape.scaling**0.5  # the other half of the logits' scale is in the queries
+
+    def set_slot(self, slot: int, layer: Any, lengths: Tensor) -> None:
+        self._write(slot, layer.keys[0] * self.key_scale, layer.values[0], lengths)
+
+
+class DecodeBlock:
+    """One block of the model: a rule, a window or full attention, and the MLP."""
+
+    def __init__(
+        self,
+        context: DecodeContext,
+        family: Family,
+        block: nn.Module,
+        config: Any,
+        index: int,
+        rotary: RotaryEmbedding | None,
+    ) -> None:
         parts = family.parts
         assert parts is not None
-        own = family.attention_of(block)
-        kept = not isinstance(own, FastWeightsAttention)
-        attention = _as_window(family, own, config, index, stepper.longest) if kept else own
-        assert isinstance(attention, FastWeightsAttention)
-        activation = ACTIVATION_NAMES.get(getattr(config, parts.activation))
-        if activation is None:
-            raise UnsupportedModel
-        packed = _Packed(attention)
-        self.inner = stepper.linear(packed.weight, packed.bias, _norm(block.get_submodule(parts.norm)))
-        self.packed = stepper.hidden.new_zeros(len(stepper.hidden), len(packed.weight))
-        self.rule = None if attention.rule is None else Rule(attention.rule, stepper, self.packed, index)
-        start = packed.rule_width
-        self.window: WindowAttention | RetainedAttention | None = None
+        original = family.attention_of(block)
+        converted = isinstance(original, FastWeightsAttention)
+        attention: Any = original if converted else _as_window(family, original, config, index, context.max_length)
+
+        weight, bias, rule_width = _pack_projections(attention)
+        self.in_proj = context.linear(weight, bias, _norm(block.get_submodule(parts.norm)))
+        self.packed = context.buffer(len(weight))
+        self.recurrence: DecodeRecurrence | None = None
+        if attention.rule is not None:
+            self.recurrence = DecodeRecurrence(attention.rule, context, self.packed, rotary)
+        self.window: DecodeWindow | None = None
         if attention.window is not None:
-            self.window = WindowAttention(attention.window, stepper, self.packed, start, index)
-            if kept:
-                self.window = RetainedAttention(self.window, attention.shape.scaling)
-        self.share = None if attention.mix is None else attention.mix.logit.detach().sigmoid()[:, None]
-        self.outer = stepper.linear(*_weight(attention.o_proj))
-        up = [_weight(block.get_submodule(path)) for path in parts.up]
-        self.up = stepper.linear(
-            torch.cat([weight for weight, _ in up]),
-            None if up[0][1] is None else torch.cat([bias for _, bias in up if bias is not None]),
-            _norm(block.get_submodule(parts.mlp_norm)),
-            activation=activation,
-            gated=len(up) == 2,
-        )
-        self.middle = stepper.hidden.new_zeros(len(stepper.hidden), len(up[0][0]))
-        self.down = stepper.linear(*_weight(block.get_submodule(parts.down)))
+            kind, source = (DecodeWindow, attention.window) if converted else (DecodeAttention, attention)
+            self.window = kind(source, context, self.packed, rule_width, rotary)
+        self.window_share = None if attention.mix is None else attention.mix.logit.detach().sigmoid()[:, None]
+        self.out_proj = context.linear(*_weight(attention.o_proj))
+
+        self._pack_mlp(context, parts, block, config)
         self.out_norms = [
             None if path is None else _norm(block.get_submodule(path))
             for path in (parts.attention_out_norm, parts.mlp_out_norm)
         ]
-        self.aside = torch.zeros_like(stepper.hidden)
+        self.branch = context.buffer(config.hidden_size)
         self.parallel = bool(getattr(config, "use_parallel_residual", False))
 
+    def _pack_mlp(self, context: DecodeContext, parts: Parts, block: nn.Module, config: Any) -> None:
+        name = getattr(config, parts.activation)
+        if name not in ACTIVATION_NAMES:
+            raise UnsupportedModel(f"the decode engine has no activation {name!r}")
+        up = [_weight(block.get_submodule(path)) for path in parts.up]
+        self.up_proj = context.linear(
+            torch.cat([weight for weight, _ in up]),
+            None if up[0][1] is None else torch.cat([bias for _, bias in up if bias is not None]),
+            _norm(block.get_submodule(parts.mlp_norm)),
+            activation=ACTIVATION_NAMES[name],
+            gated=len(up) == 2,
+        )
+        self.mlp_hidden = context.buffer(len(up[0][0]))
+        self.down_proj = context.linear(*_weight(block.get_submodule(parts.down)))
+
     def step(self, hidden: Tensor, sums: NormSums) -> None:
-        """hidden [B,D] in place, and its sums with it."""
-        self.inner(hidden, self.packed, sums=sums)
+        """Update hidden [B,D] and the norm sums of its rows in place."""
+        self.in_proj(hidden, self.packed, sums=sums)
         if self.parallel:
-            middle = self.up(hidden, self.middle, sums=sums)
-        self._add(hidden, sums, self.outer, self._attend().flatten(1), self.out_norms[0])
+            mlp = self.up_proj(hidden, self.mlp_hidden, sums=sums)
+        self._add(hidden, sums, self.out_proj, self._attend().flatten(1), self.out_norms[0])
         if not self.parallel:
-            middle = self.up(hidden, self.middle, sums=sums)
-        self._add(hidden, sums, self.down, middle, self.out_norms[1])
+            mlp = self.up_proj(hidden, self.mlp_hidden, sums=sums)
+        self._add(hidden, sums, self.down_proj, mlp, self.out_norms[1])
 
     def _attend(self) -> Tensor:
         """y [B,H,d] of the rule, of the window, or of both."""
-        far = None if self.rule is None else self.rule.step()
-        y = far if self.window is None else self.window.step(far, self.share)
+        y = None if self.recurrence is None else self.recurrence.step()
+        y = y if self.window is None else self.window.step(y, self.window_share)
         assert y is not None
         return y
 
@@ -228,44 +489,61 @@ class _Block:
         if norm is None:
             linear(x, hidden, add=True, sums=sums)
         else:
-            hidden.add_(norm(linear(x, self.aside)))
+            hidden.add_(norm(linear(x, self.branch)))
             sums.parts = 0
 
 
+# reading the model
+
+
+def _check_supported(model: Any) -> None:
+    parts, parameters = model.family.parts, list(model.parameters())
+    if parts is None or not parts.holds(model.config):
+        raise UnsupportedModel(f"the decode engine does not know this form of {model.family.name}")
+    for name, values in (("devices", {p.device for p in parameters}), ("dtypes", {p.dtype for p in parameters})):
+        if len(values) > 1:
+            raise UnsupportedModel(f"its parameters have several {name}: {', '.join(sorted(map(str, values)))}")
+
+
 def _as_window(
-    family: Family, attention: nn.Module, config: Any, index: int, longest: int | None
+    family: Family, attention: nn.Module, config: Any, index: int, max_length: int | None
 ) -> FastWeightsAttention:
-    """A layer that is still attention, as one whose window holds the longest text."""
-    strange = [x for x in attention.children() if type(x) not in (nn.Linear, Conv1D)]
-    if longest is None or any(held.ndim > 1 for x in strange for held in (*x.parameters(), *x.buffers())):
-        raise UnsupportedModel
-    weight, settings = next(attention.parameters()), FastWeightsConfig(rule=LOCAL, window=longest)
+    """An attention layer as a local one whose window holds the longest sequence."""
+    others = [x for x in attention.children() if type(x) not in (nn.Linear, Conv1D)]
+    unknown = [x for x in others if any(tensor.ndim > 1 for tensor in (*x.parameters(), *x.buffers()))]
+    if unknown:
+        raise UnsupportedModel(f"the attention of layer {index} has a {type(unknown[0]).__name__}")
+    if max_length is None:
+        raise UnsupportedModel(f"layer {index} is still attention, and max_length is not given")
+    weight, settings = next(attention.parameters()), FastWeightsConfig(rule=LOCAL, window=max_length)
     with torch.random.fork_rng(devices=[]):  # new parameters are drawn before they are overwritten
         layer = new_layer(family, attention, config, settings, index)
     return layer.to(weight.device, weight.dtype).requires_grad_(False)
 
 
-class _Packed:
-    """One weight for all that a layer's attention makes of its input."""
+def _pack_projections(attention: FastWeightsAttention) -> tuple[Tensor, Tensor | None, int]:
+    """One weight and bias for all projections of a layer's input, and how many of its rows are the rule's."""
+    linears: list[Any] = []
+    if attention.rule is not None:
+        linears += [*_qkv_linears(attention.rule.projections), *attention.rule.gates.values()]
+    rule_width = sum(linear.out_features for linear in linears)
+    if attention.window is not None:
+        linears += _qkv_linears(attention.window.projections)
+    pairs = [_weight(linear) for linear in linears]
+    bias = None
+    if any(bias is not None for _, bias in pairs):
+        bias = torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in pairs])
+    return torch.cat([weight for weight, _ in pairs]), bias, rule_width
 
-    def __init__(self, attention: FastWeightsAttention) -> None:
-        linears: list[Any] = []
-        if attention.rule is not None:
-            linears += [*linears_of(attention.rule.projections), *attention.rule.gates.values()]
-        self.rule_width = sum(linear.out_features for linear in linears)
-        if attention.window is not None:
-            linears += linears_of(attention.window.projections)
-        pairs = [_weight(linear) for linear in linears]
-        self.weight = torch.cat([weight for weight, _ in pairs])
-        self.bias = None
-        if any(bias is not None for _, bias in pairs):
-            self.bias = torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in pairs])
+
+def _qkv_linears(projections: Projections) -> list[Any]:
+    return [projections.q_proj, projections.k_proj, projections.v_proj]
 
 
 def _weight(linear: Any) -> tuple[Tensor, Tensor | None]:
-    """Weight [N,K] and bias; an adapter or a quantized layer has neither in this form."""
+    """Weight [N,K] and bias. Adapters and quantized layers do not have them in this form."""
     if type(linear) not in (nn.Linear, Conv1D):
-        raise UnsupportedModel
+        raise UnsupportedModel(f"it has a {type(linear).__name__} where a linear layer is expected")
     weight = linear.weight.detach()
     return (weight.T if type(linear) is Conv1D else weight), None if linear.bias is None else linear.bias.detach()
 
@@ -273,7 +551,15 @@ def _weight(linear: Any) -> tuple[Tensor, Tensor | None]:
 def _norm(norm: Any) -> Norm:
     if isinstance(norm, nn.LayerNorm):
         if norm.weight is None:
-            raise UnsupportedModel
+            raise UnsupportedModel("it has a layer norm without weights")
         return Norm(norm.weight.detach(), None if norm.bias is None else norm.bias.detach(), norm.eps, centred=True)
     weight = norm.weight.detach().float() + 1 if stored_less_one(norm) else norm.weight.detach()
     return Norm(weight, None, getattr(norm, "variance_epsilon", None) or norm.eps, centred=False)
+
+
+def _rotary_kinds(model: Any, parts: Parts) -> list[str]:
+    """For each layer the kind of its rotary frequencies, in models that have several; [] without rotary embedding."""
+    if parts.rotary is None:
+        return []
+    several = isinstance(model.get_submodule(parts.rotary).rope_type, dict)
+    return list(model.config.layer_types) if several else [""] * model.config.num_hidden_layers

@@ -179,9 +179,9 @@ def _contender(model: Any, length: int, batch: int) -> Contender:
     cache, token = _cache_after(model, length, batch), _random_tokens(model, batch, 1)
     kept = kept_bytes(cache)
     if isinstance(cache, FastWeightsCache):
-        stepper = make_decode_model(model, batch, longest=length + 1)
-        if stepper.static:
-            return Contender(_engine_step(stepper, cache, token), kept, attends=False, is_engine=True)
+        decoder = make_decode_model(model, batch, max_length=length + 1)
+        if decoder.static:
+            return Contender(_engine_step(decoder, cache, token), kept, attends=False, is_engine=True)
     attends = not isinstance(cache, FastWeightsCache) or bool(cache.kept)
     return Contender(_forward_step(model, cache, token), kept, attends)
 
@@ -207,13 +207,13 @@ def _forward_step(model: Any, cache: Cache, token: Tensor) -> Callable[[], Tenso
     return step
 
 
-def _engine_step(stepper: Any, cache: FastWeightsCache, token: Tensor) -> Callable[[], Tensor]:
+def _engine_step(decoder: Any, cache: FastWeightsCache, token: Tensor) -> Callable[[], Tensor]:
     for row in range(len(token)):
         text = cache.fork()
         text.batch_select_indices(torch.tensor([row]))
-        stepper.fill(row, text)
-    stepper.tokens.copy_(token[:, 0])
-    return stepper.step
+        decoder.set_slot(row, text)
+    decoder.tokens.copy_(token[:, 0])
+    return decoder.step
 
 
 def _random_tokens(model: Any, batch: int, length: int) -> Tensor:

@@ -17,9 +17,8 @@ SETTINGS = [
     dict(rule="gated", m=12, state_heads="kv", window=1),
     dict(rule="local", window=4),
 ]
-
-
 LENGTHS = (1, 9, 4)
+WIDE = fw.Sampling(temperature=1.5)
 
 
 def name(settings: dict[str, Any]) -> str:
@@ -30,15 +29,13 @@ def converted(family: str = "llama", **settings: Any) -> Any:
     return fw.convert(pretrained(family), fw.FastWeightsConfig(**settings or SETTINGS[0])).eval()
 
 
-def texts(*lengths: int) -> list[torch.Tensor]:
+def prompts_of(*lengths: int) -> list[torch.Tensor]:
+    """A prompt [T] of random tokens for each length T."""
     return [tokens(length, seed=length) for length in lengths]
 
 
 def greedy(model: Any, prompt: torch.Tensor, count: int, **options: Any) -> list[int]:
-    """What transformers makes of one prompt."""
+    """The new tokens of transformers' greedy generate for one prompt [T]."""
     ids = torch.as_tensor(prompt)[None].to(model.device)
     options = dict(attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0) | options
     return model.generate(ids, max_new_tokens=count, **options)[0, ids.shape[1] :].tolist()
-
-
-WIDE = fw.Sampling(temperature=1.5)

@@ -118,7 +118,7 @@ def test_the_step_of_the_engine_is_the_models_own(family: str, layers: tuple[int
     with torch.no_grad():
         expected = model(ids).logits[:, -1]
         cache = model(ids[:, :20], use_cache=True).past_key_values
-        found = profiling._engine_step(profiling.make_decode_model(model, 2, longest=21), cache, ids[:, 20:])()
+        found = profiling._engine_step(profiling.make_decode_model(model, 2, max_length=21), cache, ids[:, 20:])()
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 

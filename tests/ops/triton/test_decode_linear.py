@@ -139,15 +139,15 @@ def test_a_stepper_hands_sums_on(
 
     monkeypatch.setattr(Linear, "_parts_given", spy)
     model = fw.convert(pretrained(family), fw.FastWeightsConfig(**settings)).eval().to(DEVICE)
-    stepper, text = DecodeModel(model, batch, kernels=True), tokens(batch, 6).to(DEVICE)
+    decoder, text = DecodeModel(model, batch, kernels=True), tokens(batch, 6).to(DEVICE)
     with torch.no_grad():
         for slot in range(batch):
-            stepper.fill(slot, model(text[slot : slot + 1, :2], use_cache=True).past_key_values)
+            decoder.set_slot(slot, model(text[slot : slot + 1, :2], use_cache=True).past_key_values)
         for t in range(2, 4 if batch > 16 else 6):  # many rows take the interpreter long
-            stepper.tokens.copy_(text[:, t])
-            stepper.sums.values.fill_(math.nan)
+            decoder.tokens.copy_(text[:, t])
+            decoder.sums.values.fill_(math.nan)
             counts.clear()
-            assert_close("logits", stepper.step().cpu(), model(text[:, : t + 1]).logits[:, -1].cpu(), 2e-5)
+            assert_close("logits", decoder.step().cpu(), model(text[:, : t + 1]).logits[:, -1].cpu(), 2e-5)
             assert len(counts) == 5 and sum(count > 0 for count in counts) == given
             assert given == 0 or max(counts) > 1 or DEVICE == "cuda"
 
@@ -156,14 +156,14 @@ def test_what_torch_adds_to_the_rows_is_in_no_sums() -> None:
     """As if a model normed what only one of a block's halves adds."""
     model = fw.convert(pretrained("gemma2"), fw.FastWeightsConfig(m=6)).eval().to(DEVICE)
     for normed in (0, 1):
-        steppers = [DecodeModel(model, 3, kernels=kernel) for kernel in (True, False)]
-        for stepper in steppers:
-            stepper.tokens.copy_(tokens(3))
-            for block in stepper.blocks:
+        decoders = [DecodeModel(model, 3, kernels=kernel) for kernel in (True, False)]
+        for decoder in decoders:
+            decoder.tokens.copy_(tokens(3))
+            for block in decoder.blocks:
                 block.out_norms[1 - normed] = None
-        found, expected = (stepper.step().cpu() for stepper in steppers)
+        found, expected = (decoder.step().cpu() for decoder in decoders)
         assert_close("logits", found, expected, 2e-5)
-        assert steppers[0].sums.parts == (0 if normed else 2) or DEVICE == "cuda"
+        assert decoders[0].sums.parts == (0 if normed else 2) or DEVICE == "cuda"
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ from torch import Tensor
 import fastweights as fw
 from fastweights import ops
 from fastweights.decode.model import DecodeModel
-from fastweights.decode.sampling import Mode, Sampler
+from fastweights.decode.sampler import Sampler, SamplerMode
 from fastweights.ops.linear import Chip, tiles
 from fastweights.ops.step import Rotary, can_overlap, has_kernels, step, step_kernel, step_torch
 from fastweights.rules import RULES
@@ -84,7 +84,7 @@ def test_a_step_is_the_rules_step(case: tuple[str, bool], size: tuple[int, ...],
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("rule", RULES)
 def test_a_step_on_views_of_a_packed_buffer_in_bfloat16(rule: str, way: str) -> None:
-    """As the stepper has them: rows far apart, and a feature map's output that is laid out in another order."""
+    """As the decoder has them: rows far apart, and a feature map's output that is laid out in another order."""
     x = inputs(rule, (3, 2, 2, 6, 5), False)
     for name in ("q", "k", "v"):
         x[name] = torch.cat([x[name].flatten(1), numbers(3, 7)], dim=1).bfloat16()[:, :-7].view_as(x[name])
@@ -292,32 +292,32 @@ STEPPERS = [
 @pytest.mark.parametrize(("family", "batch", "settings"), STEPPERS, ids=str)
 def test_a_kernel_stepper_is_the_model(family: str, batch: int, settings: dict[str, Any], way: str) -> None:
     model = fw.convert(pretrained(family), fw.FastWeightsConfig(**settings)).eval().to(DEVICE)
-    stepper, text = DecodeModel(model, batch, kernels=True), tokens(batch, 6).to(DEVICE)
+    decoder, text = DecodeModel(model, batch, kernels=True), tokens(batch, 6).to(DEVICE)
     with torch.no_grad():
         for slot in range(batch):
-            stepper.fill(slot, model(text[slot : slot + 1, :4], use_cache=True).past_key_values)
+            decoder.set_slot(slot, model(text[slot : slot + 1, :4], use_cache=True).past_key_values)
         for t in (4, 5):
-            stepper.tokens.copy_(text[:, t])
-            assert_close("logits", stepper.step().cpu(), model(text[:, : t + 1]).logits[:, -1].cpu(), 2e-5)
+            decoder.tokens.copy_(text[:, t])
+            assert_close("logits", decoder.step().cpu(), model(text[:, : t + 1]).logits[:, -1].cpu(), 2e-5)
 
 
 @pytest.mark.parametrize("way", WAYS[1:])
 def test_logits_are_of_the_models_dtype(way: str) -> None:
     """As the model's own are; what is drawn is computed in float32."""
     model = fw.convert(pretrained("llama"), fw.FastWeightsConfig(m=6)).eval().to(DEVICE, torch.bfloat16)
-    stepper, text = DecodeModel(model, 3, kernels=True), tokens(3, 1).to(DEVICE)
-    stepper.tokens.copy_(text[:, 0])
+    decoder, text = DecodeModel(model, 3, kernels=True), tokens(3, 1).to(DEVICE)
+    decoder.tokens.copy_(text[:, 0])
     with torch.no_grad():
-        logits, expected = stepper.step(), model(text).logits[:, -1]
+        logits, expected = decoder.step(), model(text).logits[:, -1]
     assert logits.dtype == expected.dtype == torch.bfloat16
     assert_close("logits", logits.cpu(), expected.cpu(), 3e-2)
     sampling = fw.Sampling(temperature=1.5, top_k=9, top_p=0.8, repetition_penalty=1.5)
-    for mode in (Mode(False, False, False), Mode.of([sampling])):
-        chooser = Sampler(3, logits.shape[1], logits.device)
-        chooser.prepare(mode)
+    for mode in (SamplerMode(False, False, False), SamplerMode.of([sampling])):
+        sampler = Sampler(3, logits.shape[1], logits.device)
+        sampler.prepare(mode)
         tokens_chosen = []
         for scores in (logits, logits.float()):
             for slot in range(3):
-                chooser.fill(slot, sampling, slot, text[slot])
-            tokens_chosen.append(chooser.choose(scores, stepper.positions, mode))
+                sampler.set_slot(slot, sampling, slot, text[slot])
+            tokens_chosen.append(sampler.choose(scores, decoder.positions, mode))
         assert torch.equal(*tokens_chosen)

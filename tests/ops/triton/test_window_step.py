@@ -16,7 +16,6 @@ from helpers.tiny import tokens
 from torch import Tensor
 
 from fastweights.decode.engine import prefill
-from fastweights.decode.layers import WindowAttention
 from fastweights.decode.model import DecodeModel
 from fastweights.modeling.layer import rotate
 from fastweights.ops.step import WINDOW_TILE, Rotary, can_overlap, has_window_kernel, window_kernel
@@ -108,20 +107,19 @@ def test_which_windows_a_program_can_hold(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma2"])
 def test_a_stepper_with_windows_by_kernels(family: str, settings: dict[str, Any]) -> None:
     model = converted(family, **{"m": 6} | settings if settings.get("rule") != "local" else settings).to(DEVICE)
-    stepper, text = DecodeModel(model, 2, kernels=True, longest=12), tokens(2, 9).to(DEVICE)
-    windows = [block.window for block in stepper.blocks if block.window is not None]
-    assert all((w if isinstance(w, WindowAttention) else w.window).fused for w in windows) and windows
-    assert not any(window.moves for window in stepper.windows.values())
+    decoder, text = DecodeModel(model, 2, kernels=True, max_length=12), tokens(2, 9).to(DEVICE)
+    windows = [block.window for block in decoder.blocks if block.window is not None]
+    assert all(window.fused for window in windows) and windows
+    assert not decoder.context.rings, "only attention in torch needs an index"
     with torch.no_grad():
         for slot, length in enumerate((2, 4)):
-            stepper.fill(slot, prefill(model, text[slot, :length])[1])
+            decoder.set_slot(slot, prefill(model, text[slot, :length])[1])
         for t in range(4):
-            stepper.tokens.copy_(torch.stack([text[0, 2 + t], text[1, 4 + t]]))
-            found = stepper.step().cpu()
+            decoder.tokens.copy_(torch.stack([text[0, 2 + t], text[1, 4 + t]]))
+            found = decoder.step().cpu()
             for slot, length in enumerate((3, 5)):
                 expected = model(text[slot : slot + 1, : length + t]).logits[0, -1].cpu()
                 assert_close("logits", found[slot], expected, 2e-5)
-    assert not any(window.place.any() for window in stepper.windows.values()), "what only torch's way needs is left out"
 
 
 @pytest.mark.gpu
