@@ -24,7 +24,7 @@ lint: .venv/.installed-test
 
 # The site, into site/; it needs no network.
 docs: .venv/.installed-test
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Every figure of README.md and docs/ comes from results/: this fills them in.
 figures: .venv/.installed

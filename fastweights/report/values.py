@@ -37,6 +37,7 @@ FUNCTIONS: dict[str, Callable[[Sequence[Any]], Any]] = {"mean": fmean, "min": mi
 _JOINED = re.compile(r' ([-+*/]) (?=(?:[^"]*"[^"]*")*[^"]*$)')
 _OPERAND = re.compile(r"(?:(?P<function>mean|min|max|count) )?(?:(?P<file>\S+\.json) )?(?P<path>.+)")
 _STEP = re.compile(r'\.?(?:"(?P<quoted>[^"]+)"|(?P<key>[^."\[\]]+)|\[(?P<select>[^\]]+)\])')
+_CONDITIONS = re.compile(r", (?=[^,=]+=)")
 _FORMAT = re.compile(r"(?P<spec>\+?,?(?:\.\d+)?[fegs%]?)(?: (?P<bare>in )?(?P<unit>\S+))?")
 
 
@@ -132,7 +133,7 @@ def _selected(items: list[Any], select: str) -> list[Any]:
         return items
     if re.fullmatch(r"-?\d+", select):
         return items[int(select) :][:1]
-    wanted = dict(condition.split("=", 1) for condition in select.split(", ") if "=" in condition)
+    wanted = dict(condition.split("=", 1) for condition in _CONDITIONS.split(select) if "=" in condition)
     return [item for item in items if wanted and all(_plain_text(item.get(key)) == wanted[key] for key in wanted)]
 
 

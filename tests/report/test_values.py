@@ -13,7 +13,7 @@ from fastweights.report.values import value_text
 RESULT = {
     "a": {"ms a step": 12.5, "tokens/s": 467871.3, "none": None, "name": "decay", "whole": 3.0},
     "rows": [
-        {"batch": 1, "data": "wiki.test.xz", "seconds": 0.0012345, "bytes": 536870912},
+        {"batch": 1, "data": "wiki.test.xz", "shape": "B 1, T 2", "seconds": 0.0012345, "bytes": 536870912},
         {"batch": 32, "data": "books.txt", "seconds": 0.002469, "bytes": 1048576},
     ],
     "runs": {"one + two": [2.0, 4.0], "sum from 1.0": 7},
@@ -42,6 +42,7 @@ def folder(tmp_path: Path) -> Path:
         ("rows[-1].seconds as .0f in µs", "2469"),
         ("rows[batch=1].bytes as .0f MB", "537 MB"),
         ("rows[batch=32, data=books.txt].bytes as ,", "1,048,576"),
+        ("rows[shape=B 1, T 2, batch=1].batch as .0f", "1"),
         ("rows[data=wiki.test.xz].seconds as .1e", "1.2e-03"),
         ("rows[1].seconds / rows[0].seconds as .2f", "2.00"),
         ("rows[1].seconds / rows[0].seconds - 1 as .0%", "100 %"),
