@@ -1,7 +1,7 @@
-"""The quickstart: the whole story on the packaged model, in front of the user, on a CPU, in minutes.
+"""The quickstart: converts, trains and measures the packaged model, on a CPU, in minutes.
 
 The model (fastweights/packaged) is a GPT-2 of 1.1 million parameters, pretrained on public-domain books by
-benchmarks/packaged_model.py; beside it lies text of books that it has not seen, to recover and to measure on.
+benchmarks/packaged_model.py. The text beside it is of other books: the converted model is trained and measured on it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from fastweights.report import check_matplotlib, make_report
 from fastweights.training import checkpoint as saved
 from fastweights.training.recipe import Recipe, load_recipe
 from fastweights.training.trainer import Interrupted, TrainConfig, resume, train
+from fastweights.utils.errors import Argument, FastWeightsError
 from fastweights.utils.progress import Display
 from fastweights.utils.provenance import write_result
 
@@ -40,56 +41,76 @@ LENGTHS = (256, 1024, 4096, 16384)
 SETTINGS = FastWeightsConfig(rule="decay", m=32, gate_init="log", window=32, train_length=WINDOW, positions="clamp")
 PROMPT = "It was a dark evening, and the old man"
 MARK = ".quickstart"
-BASE, SWAPPED, TRAINED = "base", "after the swap", "after training"
+BASE, CONVERTED, TRAINED = "base", "after conversion", "after training"
+
+
+class QuickstartError(FastWeightsError):
+    """A folder that a quickstart cannot write to."""
 
 
 def run(folder: Path, console: Console, recipe: Recipe | None = None) -> dict[str, Any]:
-    """Measure, swap, measure, train, measure, generate, report; returns the result that is written beside the rest."""
+    """Measure the packaged model, convert it, train it, measure again, generate, and write a report.
+
+    Args:
+        folder: where everything is written; it must be new, empty, or of an earlier quickstart.
+        console: where the steps are shown.
+        recipe: how to train; by default the shipped recipe `quickstart`.
+
+    Returns:
+        The result that is also written to `folder / "result.json"`.
+
+    Raises:
+        QuickstartError: the folder holds something else.
+    """
     check_matplotlib()
-    _own(folder)
-    began = time.perf_counter()
+    _claim(folder)
+    started = time.perf_counter()
     recipe = recipe or load_recipe("quickstart")
     tokenizer = load_tokenizer(PACKAGED)
     base = load(PACKAGED, dtype=torch.float32).eval()
-    _say(console, 1, f"a GPT-2 of {base.num_parameters():,} parameters, pretrained on books: softmax attention")
-    swapped = convert(load(PACKAGED, dtype=torch.float32), SETTINGS).eval()
-    swapped.config.fastweights_base = str(PACKAGED)
-    save(swapped, folder / "swapped", tokenizer, overwrite=True)
-    _say(console, 2, "its attention swapped for the decay rule, m = 32, and an exact window of 32;")
-    console.print("   on unseen books, and bytes kept of a text of so many tokens:", highlight=False)
+    size = f"{base.num_parameters():,} parameters"
+    _print_step(console, 1, f"a GPT-2 with {size} and softmax attention, pretrained on books")
+    converted = convert(load(PACKAGED, dtype=torch.float32), SETTINGS).eval()
+    converted.config.fastweights_base = str(PACKAGED)
+    save(converted, folder / "converted", tokenizer, overwrite=True)
+    _print_step(console, 2, "its attention replaced by the decay rule with m = 32 and an exact window of 32 tokens;")
+    console.print(
+        "   perplexity on unseen books, and size of the cache after 1,024 and 65,536 tokens:", highlight=False
+    )
     quality = _measure(BASE, base, tokenizer)
-    quality["models"] += _measure(SWAPPED, swapped, tokenizer, recall=False)["models"]
-    console.print(_table(quality, {BASE: base, SWAPPED: swapped}), "")
+    quality["models"] += _measure(CONVERTED, converted, tokenizer, recall=False)["models"]
+    console.print(_table(quality, {BASE: base, CONVERTED: converted}), "")
     losses = ", then ".join(stage.loss for stage in recipe.stages)
-    _say(console, 3, f"trained back on books that neither has seen: {losses}, {_tokens(recipe):,} tokens")
+    _print_step(console, 3, f"trained on books that neither model has seen: {losses}, {_tokens(recipe):,} tokens")
     training = _train(folder, recipe, console)
     trained = load(folder / "training" / "best", dtype=torch.float32).eval()
     quality["models"] += _measure(TRAINED, trained, tokenizer)["models"]
     quality |= {"tokens": sum(part["tokens"] for model in quality["models"] for part in model["perplexity"])}
-    console.print("", _table(quality, {BASE: base, SWAPPED: swapped, TRAINED: trained}), "")
-    _say(console, 4, "both go on from the same words:")
+    console.print("", _table(quality, {BASE: base, CONVERTED: converted, TRAINED: trained}), "")
+    _print_step(console, 4, "both continue the same prompt:")
     for name, model in ((BASE, base), (TRAINED, trained)):
         console.print(f"   [bold]{name}:[/] ", end="")
         console.print(_sample(model, tokenizer), markup=False, highlight=False)
-    _say(console, 5, "one more token after a text of this many:")
+    _print_step(console, 5, "time and memory of one more token, by the number of tokens before it:")
     cost = decode_cost({BASE: base, "decay": trained}, LENGTHS, stretch_positions=True)
     console.print(_costs(cost), "")
-    result = _write(folder, quality, cost, training, time.perf_counter() - began)
-    _say(console, 6, f"the report: {folder / 'report' / 'report.html'}")
+    result = _write(folder, quality, cost, training, time.perf_counter() - started)
+    _print_step(console, 6, f"the report: {folder / 'report' / 'report.html'}")
     console.print(f"   the model: {folder / 'training' / 'best'} ({result['seconds']:.0f} s in all)", highlight=False)
     return result
 
 
-def _own(folder: Path) -> None:
-    """What lies in the folder will be replaced, so it must be a quickstart's."""
+def _claim(folder: Path) -> None:
+    """Refuse a folder that is not of a quickstart, because its content will be replaced."""
     mark = folder / MARK
     if folder.exists() and not mark.is_file() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"--output {folder} exists and is no quickstart's: choose another folder")
+        reason = f" {folder} exists and is not the folder of a quickstart: choose another one"
+        raise QuickstartError(Argument("output"), reason)
     folder.mkdir(parents=True, exist_ok=True)
     mark.touch()
 
 
-def _say(console: Console, number: int, text: str) -> None:
+def _print_step(console: Console, number: int, text: str) -> None:
     console.print(f"[bold]{number}.[/] {text}", highlight=False)
 
 
@@ -104,18 +125,18 @@ def _measure(name: str, model: Any, tokenizer: Any, recall: bool = True) -> dict
 
 
 def _train(folder: Path, recipe: Recipe, console: Console) -> dict[str, Any]:
-    """A quickstart that was interrupted goes on where it was; one that is run again starts again."""
+    """Resume an interrupted quickstart; a finished one starts again."""
     target, display = folder / "training", Display(console=console)
     try:
         if (target / saved.RUN).is_file() and not (target / saved.RESULT).is_file():
             return resume(target, display=display)
         if (target / saved.RUN).is_file():
             shutil.rmtree(target)
-        model, texts = str((folder / "swapped").absolute()), (str(RECOVERY_TEXT), str(VALIDATION_TEXT))
-        task = TrainConfig(model, texts[0], recipe, validation=texts[1], device="cpu")
-        return train(task, target, display=display)
+        model, texts = str((folder / "converted").absolute()), (str(RECOVERY_TEXT), str(VALIDATION_TEXT))
+        config = TrainConfig(model, texts[0], recipe, validation=texts[1], device="cpu")
+        return train(config, target, display=display)
     except Interrupted as error:
-        error.args = (f"stopped in the training; go on with: fastweights quickstart -o {folder}",)
+        error.args = (f"stopped in the training; resume with: fastweights quickstart -o {folder}",)
         raise
 
 
@@ -128,14 +149,14 @@ def _perplexity(quality: dict[str, Any], name: str) -> float:
 
 
 def _table(quality: dict[str, Any], models: dict[str, Any]) -> Table:
-    """Quality, size, and what is kept of a text, for each model measured."""
-    headers = ("perplexity", "× base", "parameters", "kept at 1,024", "at 65,536")
+    """Quality, size and memory of the cache for each model."""
+    headers = ("perplexity", "× base", "parameters", "cache at 1,024", "at 65,536")
     table = Table(Column("model", no_wrap=True), *(Column(h, justify="right") for h in headers), box=None)
     for name, model in models.items():
         perplexity, described = _perplexity(quality, name), describe(model)
-        kept = [decimal(row.here) for row in described.memory]
+        cache = [decimal(row.here) for row in described.memory]
         ratio = figure(perplexity / _perplexity(quality, BASE), 3)
-        table.add_row(name, figure(perplexity, 2), ratio, f"{described.parameters:,}", kept[0], kept[-1])
+        table.add_row(name, figure(perplexity, 2), ratio, f"{described.parameters:,}", cache[0], cache[-1])
     return table
 
 
@@ -143,8 +164,8 @@ def _sample(model: Any, tokenizer: Any) -> str:
     ids = tokenizer(PROMPT, return_tensors="pt").input_ids
     torch.manual_seed(0)
     options = dict(do_sample=True, temperature=0.7, top_k=50, max_new_tokens=60, pad_token_id=tokenizer.eos_token_id)
-    made = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-    return " ".join(tokenizer.decode(made[0], skip_special_tokens=True).split())
+    generated = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    return " ".join(tokenizer.decode(generated[0], skip_special_tokens=True).split())
 
 
 def _costs(cost: dict[str, Any]) -> Table:
@@ -163,7 +184,7 @@ def _write(
     write_result(folder / "cost.json", cost)
     parts = [folder / "training" / saved.RESULT, folder / "evaluation.json", folder / "cost.json"]
     make_report(parts, folder / "report", title="The quickstart: a small GPT-2 becomes recurrent")
-    perplexity = {name: _perplexity(quality, name) for name in (BASE, SWAPPED, TRAINED)}
+    perplexity = {name: _perplexity(quality, name) for name in (BASE, CONVERTED, TRAINED)}
     result = {
         "what": "the packaged model converted to decay, m 32, and trained back on unseen books",
         "seed": training["seed"],

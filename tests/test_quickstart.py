@@ -1,4 +1,4 @@
-"""The quickstart on little text and few steps: all that it shows, and going on after an interruption."""
+"""The quickstart on little text and few steps: what it shows, and resuming after an interruption."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recipe:
     )
 
 
-def test_it_tells_the_whole_story(small: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quickstart_shows_and_writes_every_step(small: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output, folder = io.StringIO(), tmp_path / "out"
     result = quickstart.run(folder, Console(file=output, width=120), small)
     text = output.getvalue()
     for name, perplexity in result["perplexity"].items():
         assert f"{name}" in text and quickstart.figure(perplexity, 2) in text
-    assert result["perplexity"]["after the swap"] > 2 * result["perplexity"]["base"]
-    assert result["perplexity"]["after training"] < result["perplexity"]["after the swap"]
+    assert result["perplexity"]["after conversion"] > 2 * result["perplexity"]["base"]
+    assert result["perplexity"]["after training"] < result["perplexity"]["after conversion"]
     assert text.count(quickstart.PROMPT) == 2
     assert (folder / "report/report.html").stat().st_size > 10_000
     assert json.loads((folder / "result.json").read_text())["ratio"] == result["ratio"]
     assert describe(load(folder / "training/best")).converted == (0, 1, 2, 3)
-    _again(folder, small, monkeypatch)
+    _check_second_run(folder, small, monkeypatch)
 
 
-def _again(folder: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A finished quickstart starts again; one that was stopped goes on."""
+def _check_second_run(folder: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A finished quickstart starts again, and one that was stopped resumes."""
     called: list[str] = []
     ways: dict[str, Any] = {name: getattr(quickstart, name) for name in ("train", "resume")}
     for name, way in ways.items():
@@ -58,7 +58,7 @@ def _again(folder: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> Non
     assert called == ["train", "resume"]
 
 
-def test_a_folder_of_someone_else_is_not_touched(small: Recipe, tmp_path: Path) -> None:
+def test_quickstart_does_not_touch_foreign_files(small: Recipe, tmp_path: Path) -> None:
     stranger = tmp_path / "out/training/notes.txt"
     stranger.parent.mkdir(parents=True)
     stranger.write_text("mine")
@@ -67,7 +67,7 @@ def test_a_folder_of_someone_else_is_not_touched(small: Recipe, tmp_path: Path) 
     assert stranger.read_text() == "mine"
 
 
-def test_the_packaged_model_is_small_and_can_be_read() -> None:
+def test_packaged_model_is_small_and_loads() -> None:
     model, files = load(quickstart.PACKAGED), list(quickstart.PACKAGED.iterdir())
     assert model.num_parameters() <= 3_000_000
     assert sum(file.stat().st_size for file in files if ".txt" not in file.name) <= 6_000_000

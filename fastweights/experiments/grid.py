@@ -1,4 +1,4 @@
-"""Grids: many variants of one base under one recipe, as a YAML file. What cannot be run is refused when it is read."""
+"""Grids: many variants of one base under one recipe, as a YAML file. It is checked when it is read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from fastweights.config import LARGEST_SEED, ConfigError, FastWeightsConfig
+from fastweights.config import LARGEST_SEED, FastWeightsConfig
 from fastweights.training.recipe import (
     RECIPE_FOLDER,
     Recipe,
@@ -23,23 +23,28 @@ from fastweights.training.recipe import (
     numbers,
     read_settings,
 )
-from fastweights.utils.errors import FastWeightsError
+from fastweights.utils.errors import Argument, FastWeightsError, error_context
 
 GRID = ("recipe", "set", "defaults", "runs")
-CELL = ("table", "row", "column", "paper")
-PAPER_WORDS = ("diverged", "N/A")
 SETTINGS = tuple(f.name for f in fields(FastWeightsConfig) if f.name != "seed")
 # A run's name is that of its folder.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 
 
 class GridError(FastWeightsError):
-    """A grid that says something undefined, with the file, the run and the setting."""
+    """A grid that cannot be run. The message names the file, the run and the setting."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One run of a grid; those of one entry differ in their seeds. Without a config it is the base itself."""
+    """One run of a grid.
+
+    name: The run's name and that of its folder.
+    entry: Its name in the file; the runs of one entry differ in their seeds.
+    recipe: How it is trained.
+    config: How the base is converted; None to train the base itself.
+    cell: Its place in a table. Reports read `table`, `row` and `column`; other names are for the reader of the result.
+    """
 
     name: str
     entry: str
@@ -53,12 +58,22 @@ class Variant:
 
 
 def load_grid(name: str | os.PathLike) -> list[Variant]:
-    """The runs of a shipped grid, by its name, or of a YAML file."""
+    """Read the runs of a grid.
+
+    Args:
+        name: name of a shipped grid, or a YAML file.
+
+    Returns:
+        The runs in the order of the file, a run for each seed.
+
+    Raises:
+        GridError: the grid cannot be run.
+    """
     path = _find(name)
     values = _read(path)
     with _errors_in(str(path)):
         _check_names(values, GRID)
-        recipe = _changed(_recipe_of(path, values), _mapping("set", values.get("set")), "set")
+        recipe = _set(_recipe_of(path, values), values)
         defaults = _mapping("defaults", values.get("defaults"))
         with _errors_in("defaults"):
             _check_names(defaults, SETTINGS)
@@ -76,30 +91,50 @@ def load_grid(name: str | os.PathLike) -> list[Variant]:
 
 
 def choose(variants: Sequence[Variant], only: Iterable[str]) -> list[Variant]:
-    """Those with one of the names, of a run or of an entry with several seeds; all where no name is given."""
+    """Select runs by name.
+
+    Args:
+        variants: the runs of a grid.
+        only: names of runs, or of entries with several seeds; empty for all runs.
+
+    Raises:
+        GridError: the grid has no run or entry of such a name.
+    """
     names = [name.strip() for name in only if name.strip()]
     known = list(dict.fromkeys(name for variant in variants for name in (variant.entry, variant.name)))
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise GridError(f"--only {', '.join(unknown)}: the grid has no such run; it has {', '.join(known)}")
+        missing = f" {', '.join(unknown)}: the grid has no such run; it has {', '.join(known)}"
+        raise GridError(Argument("only"), missing)
     return [variant for variant in variants if not names or {variant.name, variant.entry} & set(names)]
 
 
 def with_changes(variants: Sequence[Variant], changes: dict[str, Any]) -> list[Variant]:
-    """The same with some settings of their recipes replaced, as --set has them."""
+    """Change settings of all recipes.
+
+    Args:
+        variants: the runs of a grid.
+        changes: values by name, as `training.recipe.change` takes them.
+
+    Raises:
+        GridError: a recipe has no such setting, or not such a value.
+    """
     changed = []
     for variant in variants:
-        with _errors_in(f"run {variant.name}"):
-            changed.append(replace(variant, recipe=_changed(variant.recipe, changes, "--set")))
+        with error_context(f"run {variant.name}: "):
+            with error_context(Argument("changes"), ": "):
+                recipe = _changed(variant.recipe, changes)
+            changed.append(replace(variant, recipe=recipe))
             _check_recipe(changed[-1])
     return changed
 
 
 @contextmanager
 def _errors_in(place: str) -> Iterator[None]:
+    """Errors become GridErrors that name the place in the file."""
     try:
         yield
-    except (GridError, RecipeError, ConfigError) as error:
+    except FastWeightsError as error:
         raise GridError(f"{place}: {error}") from error
 
 
@@ -114,13 +149,13 @@ def _find(name: str | os.PathLike) -> Path:
 
 
 class _EachNameOnce(yaml.SafeLoader):
-    """YAML itself takes the last of two settings with one name."""
+    """Refuses two settings of one name, of which YAML would take the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
             if str(key.value) in seen:
-                raise GridError(f"line {key.start_mark.line + 1}: {key.value} stands there for the second time")
+                raise GridError(f"line {key.start_mark.line + 1}: {key.value} is given for the second time")
             seen.add(str(key.value))
         return super().construct_mapping(node, deep)
 
@@ -138,7 +173,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _check_names(values: dict[Any, Any], known: Sequence[str]) -> None:
     if "seed" in values:
-        raise GridError("seed: give `seeds: [0, 1]` to a run, which are both its recipe's and its conversion's")
+        raise GridError("seed: give `seeds: [0, 1]` to a run; they are the seeds of its recipe and of its conversion")
     unknown = [str(name) for name in values if name not in known]
     if unknown:
         raise GridError(f"unknown setting {', '.join(unknown)}; known are {', '.join(known)}")
@@ -153,7 +188,7 @@ def _mapping(what: str, value: Any) -> dict[Any, Any]:
 
 
 def _recipe_of(path: Path, values: dict[str, Any]) -> Recipe:
-    """A recipe's file lies where the grid says, as seen from the grid."""
+    """The path of a recipe is relative to the grid."""
     name = values.get("recipe")
     if not isinstance(name, str):
         raise GridError(f"recipe must be a shipped recipe's name or a YAML file, found {name!r}")
@@ -163,18 +198,27 @@ def _recipe_of(path: Path, values: dict[str, Any]) -> Recipe:
         raise GridError(str(error).removeprefix("--")) from error
 
 
-def _changed(recipe: Recipe, changes: dict[str, Any], place: str) -> Recipe:
-    with _errors_in(place):
-        if "seed" in changes:
-            raise GridError("seed: give `seeds: [0, 1]` to a run of the grid")
+def _changed(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
+    if "seed" in changes:
+        raise GridError("seed: give `seeds: [0, 1]` to a run of the grid")
+    try:
         return change(recipe, {str(name): value for name, value in numbers(changes).items()})
+    except RecipeError as error:
+        raise GridError(str(error)) from error
+
+
+def _set(recipe: Recipe, values: dict[str, Any]) -> Recipe:
+    """The recipe as the `set` of a grid or of a run changes it."""
+    changes = _mapping("set", values.get("set"))
+    with _errors_in("set"):
+        return _changed(recipe, changes)
 
 
 def _variants(entry: Any, values: dict[str, Any], recipe: Recipe, defaults: dict[str, Any]) -> list[Variant]:
     if not isinstance(entry, str) or not NAME.fullmatch(entry):
         raise GridError("its name must be a folder's: letters, digits, _ . + -, and no number alone (quote it)")
     _check_names(values, (*SETTINGS, "seeds", "set", "cell"))
-    recipe = _changed(recipe, _mapping("set", values.get("set")), "set")
+    recipe = _set(recipe, values)
     seeds, cell = _seeds(values.get("seeds", [0])), _cell(values.get("cell"))
     settings = {name: value for name, value in values.items() if name in SETTINGS}
     found = []
@@ -187,7 +231,7 @@ def _variants(entry: Any, values: dict[str, Any], recipe: Recipe, defaults: dict
 
 
 def _check_recipe(variant: Variant) -> None:
-    """The base has no new layers to teach, and is its own teacher."""
+    """The base has no new layers and no teacher."""
     recipe = variant.recipe
     if variant.config is None and (recipe.needs_teacher or recipe.lora):
         losses = ", ".join(stage.loss for stage in recipe.stages)
@@ -205,19 +249,15 @@ def _seeds(seeds: Any) -> list[int]:
 
 
 def _cell(values: Any) -> dict[str, Any] | None:
-    """Where a run stands in a table, and what the paper has there."""
+    """The place of a run in a table."""
     if values is None:
         return None
     cell = _mapping("cell", values)
     with _errors_in("cell"):
-        _check_names(cell, CELL)
         missing = [name for name in ("table", "row") if name not in cell]
         if missing:
-            raise GridError(f"it must say its {' and its '.join(missing)}")
+            raise GridError(f"it must have a {' and a '.join(missing)}")
         for name, value in cell.items():
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if name == "paper" and not number and value not in PAPER_WORDS:
-                raise GridError(f"paper must be a number, {' or '.join(PAPER_WORDS)}, found {value!r}")
-            if name != "paper" and not number and not isinstance(value, str):
-                raise GridError(f"{name} must be text, found {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int | float | str):
+                raise GridError(f"{name} must be text or a number, found {value!r}")
     return cell

@@ -33,9 +33,9 @@ def base(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def swapped(base: Path, tmp_path: Path) -> Path:
-    succeed("convert", base, "-o", tmp_path / "swapped", "--m", 4)
-    return tmp_path / "swapped"
+def converted(base: Path, tmp_path: Path) -> Path:
+    succeed("convert", base, "-o", tmp_path / "converted", "--m", 4)
+    return tmp_path / "converted"
 
 
 @pytest.fixture
@@ -61,8 +61,8 @@ def test_an_ordinary_model_has_an_end(base: Path) -> None:
     assert re.search(r"--max-new-tokens 200: .* and the model has 96: ask for fewer", message)
 
 
-def test_a_prompt_that_is_no_text(swapped: Path) -> None:
-    command = [sys.executable, "-m", "fastweights", "generate", str(swapped), "--prompt", "-"]
+def test_a_prompt_that_is_no_text(converted: Path) -> None:
+    command = [sys.executable, "-m", "fastweights", "generate", str(converted), "--prompt", "-"]
     done = subprocess.run(command, input=b"\xff\xfe", capture_output=True)
     assert done.returncode == 2 and done.stderr.decode().strip().endswith(
         "error: --prompt is not UTF-8: convert it first, for example with iconv"
@@ -98,17 +98,17 @@ def test_a_state_of_the_same_model_before_it_was_trained(tmp_path: Path) -> None
 # what is measured with, and written to
 
 
-def test_lengths_of_nothing(swapped: Path, text: Path) -> None:
-    assert "--length 0: a window has at least 1 token" in error_of("eval", swapped, "--data", text, "--length", 0)
+def test_lengths_of_nothing(converted: Path, text: Path) -> None:
+    assert "--length 0: a window has at least 1 token" in error_of("eval", converted, "--data", text, "--length", 0)
     for flag in ("--limit", "--position-length"):
-        done = run("eval", swapped, "--data", text, flag, 0)
+        done = run("eval", converted, "--data", text, flag, 0)
         assert done.exit_code == 2 and f"Invalid value for '{flag}'" in done.stderr
 
 
-def test_a_result_that_cannot_be_written(swapped: Path, text: Path, tmp_path: Path) -> None:
+def test_a_result_that_cannot_be_written(converted: Path, text: Path, tmp_path: Path) -> None:
     """A file that may not grow stands for a full disk."""
     result = tmp_path / "result.json"
-    command = [sys.executable, "-m", "fastweights", "eval", str(swapped), "--data", str(text), "--length", "32"]
+    command = [sys.executable, "-m", "fastweights", "eval", str(converted), "--data", str(text), "--length", "32"]
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))  # noqa: E731
     done = subprocess.run([*command, "-o", str(result)], capture_output=True, text=True, preexec_fn=limit)
     assert done.returncode == 2 and f"error: {result}: File too large" in done.stderr and "Traceback" not in done.stderr
@@ -134,43 +134,43 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 # training
 
 
-def train_error(swapped: Path, text: Path, *flags: Any) -> str:
+def train_error(converted: Path, text: Path, *flags: Any) -> str:
     return error_of(
-        "train", swapped, "--data", text, "-o", swapped.parent / "run", "--length", 32, "--batch-tokens", 64, *flags
+        "train", converted, "--data", text, "-o", converted.parent / "run", "--length", 32, "--batch-tokens", 64, *flags
     )
 
 
-def test_settings_are_named_as_they_are_typed(swapped: Path, text: Path, tmp_path: Path) -> None:
-    assert "--set takes NAME=VALUE, such as seed=1 or" in train_error(swapped, text, "--set", "distill.tokens")
-    assert "--set length=[1: '[1' is no value" in train_error(swapped, text, "--set", "length=[1")
+def test_settings_are_named_as_they_are_typed(converted: Path, text: Path, tmp_path: Path) -> None:
+    assert "--set takes NAME=VALUE, such as seed=1 or" in train_error(converted, text, "--set", "distill.tokens")
+    assert "--set length=[1: '[1' is no value" in train_error(converted, text, "--set", "length=[1")
     recipe = tmp_path / "mine.yaml"
     for settings, message in (("stages: 3", "mine.yaml: stages must"), ("stages: []\nlength: 0", "mine.yaml: ")):
         recipe.write_text(settings)
-        found = train_error(swapped, text, "--recipe", recipe)
+        found = train_error(converted, text, "--recipe", recipe)
         assert message in found and "--stages" not in found and "--length" not in found
 
 
-def test_one_process_has_nothing_to_share(swapped: Path, text: Path) -> None:
-    assert "--shard: there is one process only: start several with torchrun" in train_error(swapped, text, "--shard")
+def test_one_process_has_nothing_to_share(converted: Path, text: Path) -> None:
+    assert "--shard: there is one process only: start several with torchrun" in train_error(converted, text, "--shard")
 
 
-def test_recipes_that_are_none(swapped: Path, text: Path, tmp_path: Path) -> None:
+def test_recipes_that_are_none(converted: Path, text: Path, tmp_path: Path) -> None:
     (tmp_path / "folder.yaml").mkdir()
     for name, found in ((text, "its name must end in .yaml"), (tmp_path / "folder.yaml", "that is a folder")):
-        assert f"--recipe {name}: {found}; shipped are" in train_error(swapped, text, "--recipe", name)
+        assert f"--recipe {name}: {found}; shipped are" in train_error(converted, text, "--recipe", name)
 
 
-def test_a_base_that_has_moved(swapped: Path, base: Path, text: Path) -> None:
+def test_a_base_that_has_moved(converted: Path, base: Path, text: Path) -> None:
     base.rename(base.with_name("elsewhere"))
-    message = train_error(swapped, text)
-    assert f"the base of {swapped}, which --teacher can name: no folder at {base}: give a model's folder" in message
+    message = train_error(converted, text)
+    assert f"the base of {converted}, which --teacher can name: no folder at {base}: give a model's folder" in message
 
 
-def test_a_text_to_validate_on(swapped: Path, text: Path, tmp_path: Path) -> None:
+def test_a_text_to_validate_on(converted: Path, text: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
-    missing = train_error(swapped, text, "--validation", tmp_path / "none.txt")
+    missing = train_error(converted, text, "--validation", tmp_path / "none.txt")
     assert missing.startswith(f"--validation: {tmp_path}/none.txt: there is no such file") and "--data" not in missing
-    empty = train_error(swapped, text, "--validation", tmp_path / "empty.txt")
+    empty = train_error(converted, text, "--validation", tmp_path / "empty.txt")
     assert empty.startswith("--validation: ") and "has no text in it" in empty
 
 
@@ -179,13 +179,15 @@ def test_a_text_to_validate_on(swapped: Path, text: Path, tmp_path: Path) -> Non
 
 def test_a_quickstart_replaces_only_its_own(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/swapped").write_text("mine")
-    assert f"--output {tmp_path}/mine exists and is no quickstart's" in error_of("quickstart", "-o", tmp_path / "mine")
-    assert [file.name for file in (tmp_path / "mine").iterdir()] == ["swapped"]
+    (tmp_path / "mine/converted").write_text("mine")
+    assert f"--output {tmp_path}/mine exists and is not the folder of a quickstart" in error_of(
+        "quickstart", "-o", tmp_path / "mine"
+    )
+    assert [file.name for file in (tmp_path / "mine").iterdir()] == ["converted"]
     for _ in range(2):
-        quickstart._own(tmp_path / "new")
-    (tmp_path / "new/swapped").write_text("its own")
-    quickstart._own(tmp_path / "new")
+        quickstart._claim(tmp_path / "new")
+    (tmp_path / "new/converted").write_text("its own")
+    quickstart._claim(tmp_path / "new")
 
 
 def test_a_quickstart_that_is_stopped_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,6 +195,6 @@ def test_a_quickstart_that_is_stopped_says_how_to_go_on(tmp_path: Path, monkeypa
         raise Interrupted(tmp_path, 2)
 
     monkeypatch.setattr(quickstart, "train", stop)
-    with pytest.raises(Interrupted, match=f"go on with: fastweights quickstart -o {tmp_path}$") as raised:
+    with pytest.raises(Interrupted, match=f"resume with: fastweights quickstart -o {tmp_path}$") as raised:
         quickstart._train(tmp_path, load_recipe("quickstart"), Console(file=io.StringIO()))
     assert raised.value.exit_code == 130
