@@ -27,7 +27,7 @@ MAX_RESERVED_TOKENS = 4096
 def generate_sequence(
     model: Any,
     prompt_ids: Tensor,
-    state: FastWeightsCache | None = None,
+    state: FastWeightsCache | None,
     sampling: Sampling | None = None,
     max_new_tokens: int = 100,
     num_beams: int = 1,
@@ -41,7 +41,7 @@ def generate_sequence(
     Args:
         model: A causal language model, converted or not.
         prompt_ids: Token ids [1,T].
-        state: The state before the prompt; it is not changed. None for a model that is not converted.
+        state: The state before the prompt, which is not changed; None only for a model that is not converted.
         sampling: How tokens are chosen; greedily by default.
         max_new_tokens: Number of tokens to generate unless an end-of-text token comes first.
         num_beams: Number of beams.

@@ -113,7 +113,7 @@ def test_rows_of_one_large_number() -> None:
 
 
 # family, settings, batch, how many of the 5 linears behind a norm (of two blocks and the head) are given their sums
-STEPPERS = [
+DECODE_MODELS = [
     ("llama", dict(rule="decay", m=6), 3, 4),
     ("llama", dict(rule="gated", m=4, window=3, state_heads="kv"), 18, 4),
     ("llama", dict(rule="decay", m=6), 1, 0),
@@ -124,8 +124,8 @@ STEPPERS = [
 ]
 
 
-@pytest.mark.parametrize(("family", "settings", "batch", "given"), STEPPERS, ids=str)
-def test_a_stepper_hands_sums_on(
+@pytest.mark.parametrize(("family", "settings", "batch", "given"), DECODE_MODELS, ids=str)
+def test_decode_model_passes_norm_sums_between_linears(
     family: str, settings: dict[str, Any], batch: int, given: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Step after step the model's own logits; sums that no linear of the step has left are not a number."""

@@ -84,7 +84,7 @@ def test_a_step_is_the_rules_step(case: tuple[str, bool], size: tuple[int, ...],
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("rule", RULES)
 def test_a_step_on_views_of_a_packed_buffer_in_bfloat16(rule: str, way: str) -> None:
-    """As the decoder has them: rows far apart, and a feature map's output that is laid out in another order."""
+    """As the decode model has them: rows far apart, and a feature map's output that is laid out in another order."""
     x = inputs(rule, (3, 2, 2, 6, 5), False)
     for name in ("q", "k", "v"):
         x[name] = torch.cat([x[name].flatten(1), numbers(3, 7)], dim=1).bfloat16()[:, :-7].view_as(x[name])
@@ -276,7 +276,7 @@ def test_a_shared_sum_has_the_same_bits_every_time(n: int, k: int, rows: int) ->
     assert_close("out", outs[0].cpu(), expected, 1e-2)
 
 
-STEPPERS = [
+DECODE_MODELS = [
     ("llama", 1, dict(rule="decay", m=6)),
     ("llama", 2, dict(rule="decay", m=6)),
     ("llama", 1, dict(rule="decay", m=1, gate_init="log", window=3, state_heads="kv")),
@@ -289,8 +289,10 @@ STEPPERS = [
 
 
 @pytest.mark.parametrize("way", WAYS[1:])
-@pytest.mark.parametrize(("family", "batch", "settings"), STEPPERS, ids=str)
-def test_a_kernel_stepper_is_the_model(family: str, batch: int, settings: dict[str, Any], way: str) -> None:
+@pytest.mark.parametrize(("family", "batch", "settings"), DECODE_MODELS, ids=str)
+def test_decode_model_with_kernels_matches_the_model(
+    family: str, batch: int, settings: dict[str, Any], way: str
+) -> None:
     model = fw.convert(pretrained(family), fw.FastWeightsConfig(**settings)).eval().to(DEVICE)
     decoder, text = DecodeModel(model, batch, kernels=True), tokens(batch, 6).to(DEVICE)
     with torch.no_grad():

@@ -105,7 +105,7 @@ def test_which_windows_a_program_can_hold(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("settings", [dict(window=3), dict(rule="local", window=5), dict(layers=(0,))], ids=str)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma2"])
-def test_a_stepper_with_windows_by_kernels(family: str, settings: dict[str, Any]) -> None:
+def test_decode_model_with_window_kernels_matches_the_model(family: str, settings: dict[str, Any]) -> None:
     model = converted(family, **{"m": 6} | settings if settings.get("rule") != "local" else settings).to(DEVICE)
     decoder, text = DecodeModel(model, 2, kernels=True, max_length=12), tokens(2, 9).to(DEVICE)
     windows = [block.window for block in decoder.blocks if block.window is not None]
