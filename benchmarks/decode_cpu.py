@@ -23,7 +23,7 @@ from transformers import DynamicCache
 
 import fastweights as fw
 from fastweights.decode.engine import prefill
-from fastweights.modeling.classes import evaluating
+from fastweights.modeling.modes import evaluating
 from fastweights.profiling.model_cost import stretched
 from fastweights.quickstart import PACKAGED, SETTINGS
 from fastweights.utils.provenance import write_result

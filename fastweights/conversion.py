@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from fastweights.config import ConfigError, FastWeightsConfig
-from fastweights.modeling.classes import CLASSES, FastWeightsMixin, keep_softcap, new_layer
+from fastweights.modeling.classes import CLASSES, FastWeightsMixin, keep_softcap, new_layer, use_converted_classes
 from fastweights.modeling.families import Family, family_of
 from fastweights.modeling.layer import FastWeightsAttention
 
@@ -35,7 +35,8 @@ def convert(model: Any, config: FastWeightsConfig | None = None) -> Any:
     drop_gguf_quantizer(model)
     vars(model).pop("_weight_conversions", None)  # a renaming of tensors at loading that saving would undo
     keep_softcap(model.config)
-    model.config.__class__, model.__class__ = CLASSES[family.name]
+    model.config.__class__ = CLASSES[family.name][0]
+    use_converted_classes(model)
     model.config.fastweights = config.to_dict()
     model.config.architectures = [type(model).__name__]
     return model
@@ -57,10 +58,11 @@ def _new_layer(
     family: Family, block: nn.Module, model_config: Any, config: FastWeightsConfig, index: int
 ) -> FastWeightsAttention:
     old = family.attention_of(block)
-    like = next(old.parameters())
-    if not like.is_floating_point():
+    like = next(old.parameters(), None)
+    if like is None or not like.is_floating_point():
+        found = "packed" if like is None else like.dtype
         raise ConfigError(
-            f"the weights of layer {index} are {like.dtype}: quantized models must be loaded in a float dtype first"
+            f"the weights of layer {index} are {found}: quantized models must be loaded in a float dtype first"
         )
     if like.is_meta:
         raise ConfigError(

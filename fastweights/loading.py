@@ -36,7 +36,8 @@ def load(source: str | os.PathLike, **kwargs: Any) -> Any:
     model, info = _load(
         AutoModelForCausalLM, source, **kwargs | {"output_loading_info": True, "ignore_mismatched_sizes": True}
     )
-    check_tensors(source, info, extra_is_error=False)
+    mismatch_is_error = not kwargs.get("ignore_mismatched_sizes", False)
+    check_tensors(source, info, extra_is_error=False, mismatch_is_error=mismatch_is_error)
     drop_gguf_quantizer(model)
     keep_softcap(model.config)
     return model

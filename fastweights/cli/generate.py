@@ -110,5 +110,5 @@ def _prompt_tokens(tokenizer: Any, prompt: str, continues: bool, vocabulary: int
 def _memory(cache: FastWeightsCache | None) -> str:
     if cache is None:
         return "no state (not converted)"
-    attention = f" and {cache.attention_nbytes:,} bytes of keys and values" if cache.kept else ""
+    attention = f" and {cache.attention_nbytes:,} bytes of keys and values" if cache.attention_layers else ""
     return f"state {cache.nbytes:,} bytes{attention}"

@@ -19,7 +19,8 @@ from fastweights.decode.model import ForwardDecodeModel, UnsupportedModel, make_
 from fastweights.decode.sampler import GREEDY, Sampler, SamplerMode
 from fastweights.decode.sampling import Sampling
 from fastweights.modeling.cache import FastWeightsCache
-from fastweights.modeling.classes import FastWeightsMixin, evaluating
+from fastweights.modeling.classes import FastWeightsMixin
+from fastweights.modeling.modes import evaluating
 from fastweights.ops.device import obstacle
 from fastweights.utils.errors import Argument
 from fastweights.utils.progress import track
@@ -109,7 +110,7 @@ class Engine:
             _check_at_least_one("max_length", max_length)
         _check_model(model)
         _check_kernels(model, kernels)
-        attention_layers = ", ".join(map(str, FastWeightsCache(model.config).kept))
+        attention_layers = ", ".join(map(str, FastWeightsCache(model.config).attention_layers))
         if attention_layers and max_length is None:
             raise ConfigError(
                 f"layers {attention_layers} are still attention and store the keys and values of every token: give ",

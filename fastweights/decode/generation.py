@@ -16,7 +16,7 @@ from fastweights.decode.engine import PREFILL_CHUNK, Engine, prefill
 from fastweights.decode.model import UnsupportedModel
 from fastweights.decode.sampling import Sampling
 from fastweights.modeling.cache import FastWeightsCache
-from fastweights.modeling.classes import position_limit
+from fastweights.modeling.positions import position_limit
 from fastweights.utils.errors import Argument
 
 # A hybrid's attention layers reserve memory for all new tokens, and every step attends to all of it. For more new
@@ -56,7 +56,7 @@ def generate_sequence(
     sampling = Sampling() if sampling is None else sampling
     cache = None if state is None else state.fork(num_beams)
     engine = None
-    if cache is not None and num_beams == 1 and (not cache.kept or max_new_tokens <= MAX_RESERVED_TOKENS):
+    if cache is not None and num_beams == 1 and (not cache.attention_layers or max_new_tokens <= MAX_RESERVED_TOKENS):
         seen = 0 if cache.lengths is None else int(cache.lengths[0])
         engine = _engine_for(model, seen + prompt_ids.shape[1] + max_new_tokens)
     if engine is None or cache is None:
@@ -64,7 +64,7 @@ def generate_sequence(
             model, prompt_ids, state, cache, sampling, max_new_tokens, num_beams, streamer
         )
     new_tokens = _generate_with_engine(engine, prompt_ids, cache, sampling, max_new_tokens, streamer)
-    if cache.kept and len(new_tokens) > 1:  # the engine leaves the cache as it was after the prompt
+    if cache.attention_layers and len(new_tokens) > 1:  # the engine leaves the cache as it was after the prompt
         prefill(model, prompt_ids.new_tensor(new_tokens[:-1]), cache)
     return torch.cat([prompt_ids, prompt_ids.new_tensor([new_tokens])], dim=1), cache
 

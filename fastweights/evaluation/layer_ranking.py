@@ -18,9 +18,10 @@ from torch import Tensor
 
 from fastweights.data.batches import IGNORED
 from fastweights.loading import load, load_tokenizer, new_model_folder
-from fastweights.modeling.classes import FastWeightsMixin, autocast, evaluating
+from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.families import family_of
 from fastweights.modeling.layer import FastWeightsAttention
+from fastweights.modeling.modes import autocast, evaluating
 from fastweights.training.chunked_loss import LossConfig, head_loss, head_of
 from fastweights.training.losses import Batch, converted_layers, hidden_of, next_tokens
 from fastweights.training.output_fit import fit_outputs

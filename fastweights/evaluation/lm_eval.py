@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from fastweights.loading import require_tokenizer
-from fastweights.modeling.classes import evaluating
+from fastweights.modeling.modes import evaluating
 from fastweights.utils.errors import FastWeightsError
 from fastweights.utils.progress import progress_bar
 

@@ -23,9 +23,10 @@ from torch import Tensor, nn
 
 from fastweights.evaluation.lm_eval import EvaluationError, check_tasks, run_tasks
 from fastweights.loading import require_tokenizer
-from fastweights.modeling.classes import FastWeightsMixin, evaluating, position_limit
+from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.description import describe
-from fastweights.modeling.families import UnknownFamilyError
+from fastweights.modeling.modes import evaluating
+from fastweights.modeling.positions import position_limit
 from fastweights.utils.progress import track
 
 __all__ = ["EvaluationError", "Perplexity", "evaluate", "perplexity", "perplexity_by_position", "recall_probe"]
@@ -139,7 +140,7 @@ def recall_probe(
     their tokens by frequency, and these are neither bytes and stop words nor the rarest."""
     ids = torch.tensor(_ordinary_tokens(model) if vocabulary is None else vocabulary)
     needed = max(2 * pairs, COPIED)
-    longest = _position_limit(model) or math.inf
+    longest = position_limit(model) or math.inf
     if distances is None:
         distances = [distance for distance in DISTANCES if needed <= distance <= longest - needed]
     if not distances or min(distances) < needed or len(ids) <= needed:
@@ -162,7 +163,7 @@ def recall_probe(
 
 def window_for(models: Sequence[Any], wanted: int = 1024) -> int:
     """The window wanted, or as much of it as every model has positions for."""
-    limits = [_position_limit(model) for model in models]
+    limits = [position_limit(model) for model in models]
     return min([wanted, *(limit for limit in limits if limit is not None)])
 
 
@@ -300,20 +301,12 @@ def _check_windows(model: Any, length: int, context: int = 0) -> None:
 
 
 def _check_length(model: Any, length: int, what: str) -> None:
-    limit = _position_limit(model)
+    limit = position_limit(model)
     if limit is not None and length > limit:
         raise EvaluationError(
             f"{what} {length}: {type(model).__name__} has learned positions for {limit} tokens and no more; "
             "a model converted with --positions clamp goes on past them"
         )
-
-
-def _position_limit(model: Any) -> int | None:
-    """As far as is known: any causal model can be evaluated, of our families or not."""
-    try:
-        return position_limit(model)
-    except UnknownFamilyError:
-        return None
 
 
 def _losses(model: Any, rows: Tensor, keep: int) -> Tensor:

@@ -25,7 +25,7 @@ from fastweights.data.readers import read_text
 from fastweights.evaluation.perplexity import EvaluationError, perplexity
 from fastweights.experiments.grid import GridError, Variant
 from fastweights.loading import load, load_tokenizer, save
-from fastweights.modeling.classes import autocast
+from fastweights.modeling.modes import autocast
 from fastweights.training import checkpoint as saved
 from fastweights.training.recipe import Recipe
 from fastweights.training.run import VALIDATION_BATCH_TOKENS

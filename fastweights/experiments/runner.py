@@ -27,8 +27,9 @@ from fastweights.data.token_files import check_vocabulary, prepare
 from fastweights.experiments.grid import GridError, Variant
 from fastweights.experiments.job import Job, Setup
 from fastweights.loading import load, load_tokenizer, require_tokenizer
-from fastweights.modeling.classes import FastWeightsMixin, position_limit
+from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.families import family_of
+from fastweights.modeling.positions import position_limit
 from fastweights.training import checkpoint as saved
 from fastweights.training.run import perplexity
 from fastweights.utils.errors import Argument, Stopped

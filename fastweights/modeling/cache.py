@@ -1,6 +1,6 @@
-"""The recurrent state in the form Hugging Face's generate wants, and as a thing of its own: saved, loaded, forked.
+"""The recurrent state as `past_key_values` of Hugging Face's generate, and as an object that is saved, loaded, forked.
 
-Converted layers hold tensors of constant size; layers kept as attention hold the keys and values they always did.
+Converted layers hold tensors of constant size; attention layers hold keys and values as in the pretrained model.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, StaticCache, StaticLayer
 
 from fastweights.config import FastWeightsConfig
 from fastweights.utils.errors import FastWeightsError
 from fastweights.utils.files import write_tensors
 
-# Settings that say how a model began, or what it refuses.
-NO_MATTER = ("positions", "seed", "train_length", "projection_init")
+# Settings that do not change what a state means: how a model was initialised, and what it refuses.
+NOT_IN_LAYOUT = ("positions", "seed", "train_length", "projection_init")
 FILE_KIND = "fastweights-state-1"
 # Two samples of one model's weights differ at most by rounding to bfloat16, about 1e-3.
 SAME_WEIGHTS = 4e-3
@@ -34,6 +34,9 @@ class StateError(FastWeightsError):
 
 class StateLayer(CacheLayerMixin):
     """A converted layer's tensors by name. They are made at first use and from then on written in place."""
+
+    is_compileable = True
+    supports_early_init = False  # the shapes of the tensors are known to the layer, not to the cache
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,6 +50,7 @@ class StateLayer(CacheLayerMixin):
         if held is None or torch.is_grad_enabled():  # autograd may still need the old one
             with torch.inference_mode(False):
                 self.tensors[name] = value.detach().clone(memory_format=torch.contiguous_format)
+            _mark_static(self.tensors[name])
             self.is_initialized = True
         else:
             held.copy_(value.detach())
@@ -106,45 +110,61 @@ class StateLayer(CacheLayerMixin):
 
 class FastWeightsCache(Cache):
     """`past_key_values` of a converted model. seen [] counts positions, lengths [B] the real tokens of each row;
-    both are tensors, so that a compiled step is not compiled again at every token."""
+    both are tensors, so that a compiled step is not compiled again at every token.
 
-    def __init__(self, config: Any) -> None:
-        settings = FastWeightsConfig.from_dict(config.fastweights)
-        attention = DynamicCache(config=config.get_text_config(decoder=True)).layers
+    Args:
+        config: the converted model's config.
+        max_cache_len: makes the cache static: the keys and values of attention layers are allocated for so many
+            tokens, and generate compiles its step where transformers does so for static caches.
+    """
+
+    def __init__(self, config: Any, max_cache_len: int | None = None) -> None:
+        settings, text_config = FastWeightsConfig.from_dict(config.fastweights), config.get_text_config(decoder=True)
+        if max_cache_len is None:
+            attention = DynamicCache(config=text_config).layers
+        else:
+            attention = StaticCache(config=text_config, max_cache_len=max_cache_len).layers
         layers = [StateLayer() if settings.converts(i) else layer for i, layer in enumerate(attention)]
         super().__init__(layers=layers)
+        self.is_static = max_cache_len is not None
         with torch.inference_mode(False):
             self.seen = torch.zeros((), dtype=torch.long)
         self.lengths: Tensor | None = None
 
     @property
-    def kept(self) -> list[int]:
+    def attention_layers(self) -> list[int]:
         """The layers that are still attention."""
         return [i for i, layer in enumerate(self.layers) if not isinstance(layer, StateLayer)]
 
     def advance(self, length: int, mask: Tensor | None, batch: int, device: torch.device) -> None:
-        """Count tokens that all layers have taken in."""
+        """Count tokens that all layers have processed."""
         with torch.inference_mode(False):
-            self.seen += length
             real = torch.full((batch,), length, device=device) if mask is None else mask.sum(1)
-            self.lengths = real.clone() if self.lengths is None else self.lengths + real
+            if self.lengths is not None:
+                self.lengths += real
+            else:
+                self.lengths = real.clone()
+                if self.is_static:  # a CUDA graph has no tensors of the host
+                    self.seen = self.seen.to(device)
+                _mark_static(self.lengths, self.seen)
+            self.seen += length
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """Tokens seen: an int where attention layers know it, else the counter itself."""
-        return super().get_seq_length(self.kept[0]) if self.kept else self.seen
+        return super().get_seq_length(self.attention_layers[0]) if self.attention_layers else self.seen
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         return self.get_seq_length()
 
     @property
     def is_sliding(self) -> list[bool]:
-        """Converted layers are neither: masks are sized by the layers that are attention."""
-        kept = set(self.kept)
-        return [getattr(layer, "is_sliding", False) if i in kept else None for i, layer in enumerate(self.layers)]  # type: ignore[misc]
+        """None for converted layers: masks are sized by the layers that are attention."""
+        return [None if isinstance(layer, StateLayer) else getattr(layer, "is_sliding", False) for layer in self.layers]  # type: ignore[misc]
 
     @property
     def is_compileable(self) -> bool:
-        return False
+        """Whether generate may compile its step: only where a static cache was asked for."""
+        return self.is_static
 
     @property
     def batch_size(self) -> int:
@@ -189,7 +209,7 @@ class FastWeightsCache(Cache):
         mask = torch.ones(input_ids.shape[0], seen + input_ids.shape[1], dtype=torch.long, device=input_ids.device)
         if self.lengths is not None:
             padding = seen - self.lengths
-            if self.kept and bool(padding.any()):
+            if self.attention_layers and bool(padding.any()):
                 raise StateError("this state has seen padding and has attention layers: pass the whole text's mask")
             mask[:, :seen] = torch.arange(seen, device=mask.device) >= padding[:, None]
         return mask
@@ -202,17 +222,17 @@ class FastWeightsCache(Cache):
     @property
     def attention_nbytes(self) -> int:
         """Bytes of the keys and values of layers kept as attention: these grow with the text."""
-        layers = [self.layers[i] for i in self.kept]
+        layers = [self.layers[i] for i in self.attention_layers]
         return sum(t.nbytes for layer in layers for t in (layer.keys, layer.values) if t is not None)
 
     def save(self, path: str | os.PathLike, model: nn.Module) -> None:
         """Write the state to a safetensors file that only `model` will take back."""
         tensors = {"seen": self.seen, "lengths": torch.zeros(0) if self.lengths is None else self.lengths}
         for i, layer in enumerate(self.layers):
-            held = layer.tensors if isinstance(layer, StateLayer) else {"keys": layer.keys, "values": layer.values}
+            held = layer.tensors if isinstance(layer, StateLayer) else _keys_and_values(layer)
             tensors |= {f"{i}.{name}": value for name, value in held.items() if value is not None}
             if hasattr(layer, "cumulative_length"):
-                tensors[f"{i}.cumulative_length"] = torch.as_tensor(layer.cumulative_length)
+                tensors[f"{i}.cumulative_length"] = torch.as_tensor(layer.get_seq_length())
         tensors["model"] = torch.cat(weight_samples(model))
         metadata = {"kind": FILE_KIND, "model": layout(model)}
         try:
@@ -245,6 +265,23 @@ class FastWeightsCache(Cache):
         return cache
 
 
+def _mark_static(*tensors: Tensor) -> None:
+    """Let CUDA graphs write to these tensors in place, as transformers does for static caches."""
+    if not torch.compiler.is_compiling():
+        for tensor in tensors:
+            torch._dynamo.mark_static_address(tensor, guard=False)
+
+
+def _keys_and_values(layer: Any) -> dict[str, Tensor | None]:
+    """The keys and values [B,H,n,d] of an attention layer as a dynamic cache has them: without the empty end of a
+    static one; a full sliding window less the token that the next one replaces."""
+    if layer.keys is None or not isinstance(layer, StaticLayer):
+        return {"keys": layer.keys, "values": layer.values}
+    seen = int(layer.get_seq_length())
+    held = slice(1 if layer.is_sliding and seen >= layer.max_cache_len else 0, seen)
+    return {"keys": layer.keys[:, :, held], "values": layer.values[:, :, held]}
+
+
 def _read(path: Path, model: nn.Module) -> dict[str, Tensor]:
     if not path.is_file():
         raise StateError(f"no state file at {path}: give one that was saved before")
@@ -263,7 +300,7 @@ def _read(path: Path, model: nn.Module) -> dict[str, Tensor]:
 
 def layout(model: Any) -> str:
     """A digest of a model's parameters by name and shape, and of the settings that give a state its meaning."""
-    settings = {k: v for k, v in model.config.fastweights.items() if k not in NO_MATTER}
+    settings = {k: v for k, v in model.config.fastweights.items() if k not in NOT_IN_LAYOUT}
     shapes = [(name, list(parameter.shape)) for name, parameter in sorted(model.named_parameters())]
     return hashlib.sha256(json.dumps([settings, shapes], sort_keys=True).encode()).hexdigest()
 

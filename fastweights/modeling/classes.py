@@ -1,290 +1,217 @@
-"""Converted models as registered Hugging Face classes, one for each family, made from the family's own class.
+"""Converted models as registered Hugging Face classes, made from each family's own classes.
 
 A converted model is the pretrained class with some attention modules replaced: everything else (embeddings, losses,
-sharding, checkpointing, generate) is inherited.
+sharding, checkpointing, generate) is inherited. Each family has a config class, the decoder that runs the layers, the
+backbone (`AutoModel`), the causal language model and the sequence classifier.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+import sys
+from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.cache_utils import Cache
+from torch import nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, modeling_utils
 
 from fastweights.config import MODEL_TYPE_PREFIX, FastWeightsConfig
-from fastweights.modeling.cache import FastWeightsCache
-from fastweights.modeling.families import FAMILIES, Family, family_of
-from fastweights.modeling.initialization import initialize
-from fastweights.modeling.layer import FastWeightsAttention, SequenceInfo
-from fastweights.modeling.packing import _document_starts, _positions, document_mask
+from fastweights.modeling.families import FAMILIES, Family
+from fastweights.modeling.generation import GenerationMixin
+from fastweights.modeling.initialization import initialize, initialize_missing, mark_initialized
+from fastweights.modeling.inputs import Base, DecoderMixin
+from fastweights.modeling.layer import FastWeightsAttention
 from fastweights.utils.errors import CheckpointError
+
+# Earlier versions saved empty planes, too; such a checkpoint has them, and the model has not.
+EMPTY_PLANES = r"\.projections\.planes$"
 
 
 def new_layer(
     family: Family, old: nn.Module, model_config: Any, settings: FastWeightsConfig, index: int
 ) -> FastWeightsAttention:
-    """The layer that takes an attention module's place, with numbers made from it (none yet on the meta device)."""
+    """The layer that replaces an attention module, with weights made from it (none yet on the meta device)."""
     shape = family.shape(old, model_config)
     layer = FastWeightsAttention(shape, settings, index)
     if not next(old.parameters()).is_meta:
         initialize(layer, family.weights(old, shape))
+        mark_initialized(layer)
     return layer
 
 
-def check_tensors(source: Any, info: dict[str, Any], extra_is_error: bool) -> None:
-    """Refuse a checkpoint from which transformers could not fill a model (it would leave random numbers there)."""
+def check_tensors(source: Any, info: dict[str, Any], extra_is_error: bool, mismatch_is_error: bool = True) -> None:
+    """Refuse a checkpoint from which transformers could not fill a model (it would leave random weights there).
+
+    Args:
+        source: the checkpoint, for the message.
+        info: what transformers' from_pretrained reports with output_loading_info.
+        extra_is_error: whether tensors that the model does not have are an error.
+        mismatch_is_error: whether tensors of another shape are an error.
+
+    Raises:
+        CheckpointError: names all tensors that do not fit.
+    """
     problems = [
         f"{what}: {', '.join(sorted(map(str, info[key])))}"
-        for what, key in (
-            ("missing tensors", "missing_keys"),
-            ("tensors the model does not have", "unexpected_keys" if extra_is_error else ""),
-            ("tensors of another shape", "mismatched_keys"),
-            ("tensors that could not be converted", "error_msgs"),
+        for what, key, is_error in (
+            ("missing tensors", "missing_keys", True),
+            ("tensors the model does not have", "unexpected_keys", extra_is_error),
+            ("tensors of another shape", "mismatched_keys", mismatch_is_error),
+            ("tensors that could not be converted", "error_msgs", True),
         )
-        if info.get(key)
+        if is_error and info.get(key)
     ]
     if problems:
         raise CheckpointError(f"the checkpoint {source} does not fit its config.json; {'; '.join(problems)}")
 
 
-# The mixin stands before a family's class; to a type checker it has that class's attributes.
-_Base: Any = transformers.PreTrainedModel if TYPE_CHECKING else object
-
-
 def keep_softcap(config: Any) -> None:
-    """transformers 5.17 takes SDPA for Gemma 2, too, which leaves the cap of its attention's logits out."""
+    """Use eager attention where logits are capped: transformers 5.17 chooses SDPA for Gemma 2, which has no cap."""
     if getattr(config, "attn_logit_softcapping", None) and config._attn_implementation == "sdpa":
         config._attn_implementation = "eager"
 
 
-class FastWeightsMixin(_Base):
-    """What converted models do differently from the class they come from."""
+class FastWeightsMixin(Base):
+    """What all classes of converted models share: building, initialising and loading converted layers."""
 
     family: Family
     config: Any
     _is_stateful = True
+    _supports_context_parallel = False  # the state is not exchanged between ranks
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         keep_softcap(config)
         settings = FastWeightsConfig.from_dict(config.fastweights)
         for index, block in enumerate(self.family.blocks(self)):
-            if settings.converts(index):
-                old = self.family.attention_of(block)
+            old = self.family.attention_of(block)
+            if settings.converts(index) and not isinstance(old, FastWeightsAttention):
                 setattr(block, self.family.attention, new_layer(self.family, old, config, settings, index))
+        use_converted_classes(self)
 
     @classmethod
-    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        """As in transformers, but a missing, extra or misshapen tensor is an error."""
-        model, info = super().from_pretrained(
-            *args, **kwargs | {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        )
+    def from_pretrained(
+        cls, *args: Any, output_loading_info: bool = False, ignore_mismatched_sizes: bool = False, **kwargs: Any
+    ) -> Any:
+        """As in transformers, but a missing, extra or misshapen tensor is an error.
+
+        The backbone and the classifier may be loaded from a causal language model: the head of one is not expected in
+        the other. A misshapen tensor is initialised anew with `ignore_mismatched_sizes=True`.
+        """
+        options = kwargs | {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        model, info = super().from_pretrained(*args, **options)
         source = args[0] if args else kwargs.get("pretrained_model_name_or_path")
-        check_tensors(source, info, extra_is_error=True)
+        required = {
+            key: [name for name in info[key] if model._is_required(str(name))]
+            for key in ("missing_keys", "unexpected_keys")
+        }
+        check_tensors(source, info | required, True, mismatch_is_error=not ignore_mismatched_sizes)
         return (model, info) if output_loading_info else model
 
-    def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any
-    ) -> None:
-        if generation_config.cache_implementation not in (None, "dynamic"):
-            raise ValueError(
-                f"cache_implementation={generation_config.cache_implementation!r} is for attention; "
-                "a converted model keeps a state of constant size and needs none"
-            )
-        cache = model_kwargs.get("past_key_values")
-        self._check_length(_longest_text(generation_config, model_kwargs.get("attention_mask")))
-        if cache is None and generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = FastWeightsCache(self.config)
-        elif cache is not None:
-            model_kwargs["past_key_values"] = _own_cache(cache, self.config, None)
-            model_kwargs["past_key_values"]._is_user_defined = True
+    def _is_required(self, tensor: str) -> bool:
+        """Whether a checkpoint and the model must agree on having a tensor of this name: all tensors of the backbone,
+        and the head of a causal language model."""
+        backbone = [name for name, _ in self.base_model.named_children()]
+        return self.can_generate() or tensor.removeprefix(f"{self.base_model_prefix}.").split(".")[0] in backbone
 
-    def _run(self, forward: Any, inputs: dict[str, Any]) -> Any:
-        """Call the pretrained class's forward with a cache of ours, and tell our layers which tokens are real."""
-        tokens = inputs.get("input_ids")
-        tokens = inputs.get("inputs_embeds") if tokens is None else tokens
-        if tokens is None:
-            raise ValueError("give input_ids or inputs_embeds")
-        batch, length = tokens.shape[:2]
-        mask = _token_mask(inputs.get("attention_mask"), batch, length, inputs.get("past_key_values"))
-        reset = _document_starts(inputs, batch)
-        cache = self._cache(inputs, batch, packed=reset is not None)
-        if inputs.get("position_ids") is None:
-            inputs["position_ids"] = _positions(batch, length, mask, cache, tokens.device)
-        if self.family.learned_positions:
-            inputs["position_ids"] = self._limit_positions(inputs["position_ids"])
-        inputs |= {"past_key_values": cache, "use_cache": cache is not None}
-        inputs["attention_mask"] = self._attention_mask(inputs, reset, tokens, length, cache)
-        outputs = forward(self, **inputs, fast_weights=SequenceInfo(mask, reset))
-        if cache is not None:
-            cache.advance(length, mask, batch, tokens.device)
-        return outputs
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """As in transformers, converted layers included: those get the start that a conversion would give them."""
+        for layer in self.modules():
+            if isinstance(layer, FastWeightsAttention) and not getattr(layer, "_is_hf_initialized", False):
+                initialize_missing(layer, self._initial_std)
+        super().initialize_weights()
 
     @property
-    def _is_hybrid(self) -> bool:
-        """Whether some layers are still attention."""
-        layers = self.config.fastweights["layers"]
-        return layers is not None and len(layers) < len(self.family.blocks(self))
-
-    def _cache(self, inputs: dict[str, Any], batch: int, packed: bool) -> FastWeightsCache | None:
-        cache, wanted = inputs.get("past_key_values"), inputs.get("use_cache")
-        if cache is None and wanted is None:
-            wanted = self.config.use_cache and not self.training and not packed
-        if packed and (cache is not None or wanted):
-            raise ValueError("packed documents are not one text to go on with and leave no cache: pass use_cache=False")
-        if self.is_gradient_checkpointing and self.training:
-            return None
-        if cache is not None:
-            return _own_cache(cache, self.config, batch)
-        return FastWeightsCache(self.config) if wanted else None
-
-    def _attention_mask(
-        self, inputs: dict[str, Any], reset: Tensor | None, tokens: Tensor, length: int, cache: FastWeightsCache | None
-    ) -> Tensor | None:
-        """The mask for layers that are still attention. Where there are none, an empty 4-D mask keeps transformers
-        from building one of T x T."""
-        mask = inputs.get("attention_mask")
-        if not self._is_hybrid:
-            return torch.empty(tokens.shape[0], 1, length, 0, dtype=torch.bool, device=tokens.device)
-        if reset is not None and not self.family.masks_documents:
-            return document_mask(self, inputs["position_ids"])
-        if mask is not None and cache is not None and mask.shape[1] != int(cache.get_seq_length()) + length:
-            raise ValueError(
-                f"attention_mask covers {mask.shape[1]} tokens, but the layers kept as attention have seen "
-                f"{int(cache.get_seq_length())} and get {length} more: pass a mask for all of them"
-            )
-        return mask
-
-    def _limit_positions(self, position_ids: Tensor) -> Tensor:
-        if self.config.fastweights["positions"] == "clamp":
-            return position_ids.clamp(max=getattr(self.config, str(self.family.learned_positions)) - 1)
-        if not torch.compiler.is_compiling():
-            self._check_length(int(position_ids.max()) + 1)
-        return position_ids
-
-    def _check_length(self, length: int) -> None:
-        """Before generating, too: a text cut off by an error in its middle is worse than none."""
-        if not self.family.learned_positions or self.config.fastweights["positions"] == "clamp":
-            return
-        table = getattr(self.config, self.family.learned_positions)
-        if length > table:
-            raise ValueError(
-                f"{self.family.name} has learned positions for {table} tokens and this text may reach {length}. The "
-                "state has no end, but the position table does: ask for fewer tokens, or set "
-                "model.config.fastweights['positions'] = 'clamp' (convert --positions clamp) to give every later "
-                "token the last position"
-            )
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        if "prompt_lookup_num_tokens" in kwargs or kwargs.get("assistant_model") is not None:
-            raise ValueError("assisted decoding needs a cache that can be cut back; a recurrent state cannot be")
-        return super().generate(*args, **kwargs)
+    def _initial_std(self) -> float:
+        """Standard deviation of new projections: OPT calls it init_std."""
+        return float(getattr(self.config, "initializer_range", None) or getattr(self.config, "init_std", None) or 0.02)
 
 
-def _longest_text(generation_config: Any, mask: Tensor | None) -> int:
-    """Positions that generating may need: real tokens so far, and all the new ones but the last, which is not read."""
-    if mask is None:
-        return generation_config.max_length - 1
-    new = generation_config.max_new_tokens
-    new = generation_config.max_length - mask.shape[1] if new is None else new
-    return int(mask.sum(1).max()) + new - 1
+def use_converted_classes(model: nn.Module) -> None:
+    """Give a converted model and the modules inside it their converted classes, and a tensor-parallel plan without the
+    projections that are gone: converted layers are replicated, the rest is sharded as before."""
+    module: Any
+    for module in model.modules():
+        converted = CONVERTED.get(type(module), type(module))
+        if issubclass(converted, FastWeightsMixin):
+            module.__class__ = converted
+            module._tp_plan = _without_attention(converted.family, getattr(module, "_tp_plan", None))
 
 
-def _own_cache(cache: Cache, config: Any, batch: int | None) -> FastWeightsCache:
-    if isinstance(cache, FastWeightsCache):
-        if batch is not None and cache.batch_size not in (-1, batch):
-            fork = f"past_key_values=cache.fork({batch})"
-            raise ValueError(
-                f"the state is of {cache.batch_size} texts and the input of {batch}: fork it first, {fork}"
-            )
-        return cache
-    if cache.get_seq_length() == 0:
-        return FastWeightsCache(config)
-    raise ValueError(f"past_key_values is a {type(cache).__name__} of another model: start from a FastWeightsCache")
+def _without_attention(family: Family, plan: dict[str, Any] | None) -> dict[str, Any]:
+    """A parallel plan less the entries for attention."""
+    return {name: style for name, style in (plan or {}).items() if f".{family.attention}." not in name}
 
 
-def _token_mask(attention_mask: Tensor | None, batch: int, length: int, cache: Cache | None) -> Tensor | None:
-    """Which of the new tokens are real, [B,T]; None when all are."""
-    if attention_mask is None:
-        return None
-    if attention_mask.ndim != 2:
-        raise ValueError(f"attention_mask must be [B,T] for a converted model, found {list(attention_mask.shape)}")
-    rows, columns = attention_mask.shape
-    if rows != batch or columns < length or (cache is None and columns > length):
-        raise ValueError(f"attention_mask must be [{batch},{length}] like the tokens, found [{rows},{columns}]")
-    mask = attention_mask[:, -length:].bool()
-    on_host = mask.device.type == "cpu" or length > 1
-    if on_host and not torch.compiler.is_compiling() and bool(mask.all()):
-        return None
-    return mask
-
-
-@contextmanager
-def evaluating(*models: Any) -> Iterator[None]:
-    """Eval mode and no gradients; afterwards every module is in the mode it was in."""
-    modes = [(module, module.training) for model in models for module in model.modules()]
-    try:
-        for model in models:
-            model.eval()
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-def is_low_precision(device: torch.device, precision: str) -> bool:
-    return precision == "bfloat16" or (precision == "auto" and device.type == "cuda")
-
-
-def autocast(device: torch.device, precision: str = "auto") -> Any:
-    """The arithmetic of a model whose weights are in float32, by a recipe's `precision`."""
-    return torch.autocast(device.type, torch.bfloat16) if is_low_precision(device, precision) else nullcontext()
-
-
-def position_limit(model: Any) -> int | None:
-    """The length of a learned position table; None where there is none, or later tokens get the last position."""
-    field = family_of(model).learned_positions
-    clamped = isinstance(model, FastWeightsMixin) and model.config.fastweights["positions"] == "clamp"
-    return None if field is None or clamped else int(getattr(model.config, field))
-
-
-def _make_classes(family: Family) -> tuple[Any, Any]:
-    """The config and model classes of a family's converted models."""
-    base: Any = getattr(transformers, family.model_class)
-    base_forward = base.forward
+def _with_prepared_inputs(base_forward: Any) -> Any:
+    """A forward with the same signature that prepares its inputs first; generate reads the signature."""
     names = list(inspect.signature(base_forward).parameters)[1:]
 
     @functools.wraps(base_forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._run(base_forward, dict(zip(names, args, strict=False)) | kwargs)
 
-    config_class = type(
-        f"FastWeights{base.config_class.__name__}",
-        (base.config_class,),
-        {"model_type": MODEL_TYPE_PREFIX + family.name, "__module__": __name__},
-    )
-    model_class = type(
-        f"FastWeights{family.model_class}",
-        (FastWeightsMixin, base),
-        {"config_class": config_class, "family": family, "forward": forward, "__module__": __name__},
-    )
-    return config_class, model_class
+    return forward
 
 
+def _make_config(family: Family, base: Any) -> Any:
+    attributes = {
+        "model_type": MODEL_TYPE_PREFIX + family.name,
+        "base_model_tp_plan": _without_attention(family, base.base_model_tp_plan),
+        "__module__": __name__,
+    }
+    return type(f"FastWeights{base.__name__}", (base,), attributes)
+
+
+def _make_class(family: Family, config_class: Any, base: Any, *mixins: Any) -> Any:
+    attributes = {
+        "config_class": config_class,
+        "family": family,
+        "__module__": __name__,
+        "_keys_to_ignore_on_load_unexpected": [*(base._keys_to_ignore_on_load_unexpected or ()), EMPTY_PLANES],
+    }
+    if DecoderMixin in mixins:
+        attributes["forward"] = _with_prepared_inputs(base.forward)
+    made = type(f"FastWeights{base.__name__}", (FastWeightsMixin, *mixins, base), attributes)
+    # transformers enters a class here when it makes a model, and a converted model may only have changed its class
+    modeling_utils._CAN_RECORD_REGISTRY[str(made)] = base._can_record_outputs
+    return made
+
+
+def _make_classes(family: Family) -> tuple[Any, Any]:
+    """Make and register the classes of a family; returns the config's and the causal language model's."""
+    causal_lm: Any = getattr(transformers, family.model_class)
+    base_config = causal_lm.config_class
+    backbone, classifier = (
+        auto._model_mapping[base_config] for auto in (AutoModel, AutoModelForSequenceClassification)
+    )
+    config_class = _make_config(family, base_config)
+    decoder = getattr(sys.modules[backbone.__module__], family.decoder_class or backbone.__name__)
+    CONVERTED[decoder] = _make_class(family, config_class, decoder, DecoderMixin)
+    if backbone is not decoder:
+        CONVERTED[backbone] = _make_class(family, config_class, backbone)
+    CONVERTED[causal_lm] = _make_class(family, config_class, causal_lm, GenerationMixin)
+    CONVERTED[classifier] = _make_class(family, config_class, classifier)
+    AutoConfig.register(config_class.model_type, config_class)
+    for auto, base in (
+        (AutoModel, backbone),
+        (AutoModelForCausalLM, causal_lm),
+        (AutoModelForSequenceClassification, classifier),
+    ):
+        auto.register(config_class, CONVERTED[base])
+    return config_class, CONVERTED[causal_lm]
+
+
+# The converted class of each pretrained class.
+CONVERTED: dict[type, Any] = {}
+# The config class and the causal language model class of each family.
 CLASSES: dict[str, tuple[Any, Any]] = {name: _make_classes(family) for name, family in FAMILIES.items()}
 
-for _config_class, _model_class in CLASSES.values():
-    globals()[_config_class.__name__] = _config_class
-    globals()[_model_class.__name__] = _model_class
-    AutoConfig.register(_config_class.model_type, _config_class)
-    AutoModelForCausalLM.register(_config_class, _model_class)
-    # `transformers serve` looks an architecture up as an attribute of the package
-    setattr(transformers, _model_class.__name__, _model_class)
+for _class in (*CONVERTED.values(), *(config_class for config_class, _ in CLASSES.values())):
+    globals()[_class.__name__] = _class  # pickle looks classes up by name
+    if isinstance(_class, type) and issubclass(_class, FastWeightsMixin):
+        # `transformers serve` looks an architecture up as an attribute of the package
+        setattr(transformers, _class.__name__, _class)

@@ -61,6 +61,57 @@ def initialize(layer: FastWeightsAttention, weights: AttentionWeights) -> None:
         layer.o_proj.bias.copy_(weights.o_bias)
 
 
+def mark_initialized(layer: FastWeightsAttention) -> None:
+    """Tell transformers that a layer has its weights, so that `init_weights` leaves them."""
+    for module in layer.modules():
+        module._is_hf_initialized = True  # type: ignore[assignment]
+
+
+@torch.no_grad()
+def initialize_missing(layer: FastWeightsAttention, std: float) -> None:
+    """Fill what a checkpoint did not have, buffers included, as a conversion of random attention would.
+
+    Args:
+        layer: may be new and uninitialised (built on the meta device), or partly loaded by transformers.
+        std: standard deviation of the random projections.
+    """
+    tensors = {name: x for name, x in (*layer.named_parameters(), *layer.named_buffers()) if not x.is_meta}
+    missing = {name: x for name, x in tensors.items() if not getattr(x, "_is_hf_initialized", False)}
+    if missing:
+        with torch.device("cpu"):
+            complete = FastWeightsAttention(layer.shape, layer.config, layer.layer_idx).float()
+            initialize(complete, _random_attention(layer.shape, std))
+        values = dict((*complete.named_parameters(), *complete.named_buffers()))
+        for name, tensor in missing.items():
+            tensor.copy_(values[name])
+    mark_initialized(layer)
+
+
+def _random_attention(shape: AttentionShape, std: float) -> AttentionWeights:
+    """Attention weights as transformers draws them for a new model: normal, with biases of zero and norms of one."""
+    heads, kv_heads, d = shape.heads, shape.kv_heads, shape.head_dim
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size) * std
+
+    def bias(count: int) -> Tensor | None:
+        return torch.zeros(count, d) if shape.qkv_bias else None
+
+    norm = None if shape.qk_norm_eps is None else torch.ones(d)
+    return AttentionWeights(
+        q_weight=normal(heads, d, shape.width),
+        k_weight=normal(kv_heads, d, shape.width),
+        v_weight=normal(kv_heads, d, shape.width),
+        o_weight=normal(shape.width, heads * d),
+        q_bias=bias(heads),
+        k_bias=bias(kv_heads),
+        v_bias=bias(kv_heads),
+        o_bias=torch.zeros(shape.width) if shape.out_bias else None,
+        q_norm=norm,
+        k_norm=norm,
+    )
+
+
 def query_key_factors(
     weights: AttentionWeights, shape: AttentionShape, states: int, width: int, planes: int, generator: torch.Generator
 ) -> Factors:

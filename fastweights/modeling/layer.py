@@ -86,6 +86,20 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, planes: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
 
+def project(linear: Any, x: Tensor) -> Tensor:
+    """Apply a Linear, also a dynamically quantised one, whose weight is a method."""
+    return _project_quantized(linear, x) if callable(getattr(linear, "weight", None)) else linear(x)
+
+
+def _project_quantized(linear: Any, x: Tensor) -> Tensor:
+    """torch's dynamically quantised Linear takes float32 only. Made from half precision, it fails on its own bias."""
+    if not getattr(linear, "has_float_bias", False):
+        bias = linear.bias()
+        linear.set_weight_bias(linear.weight(), None if bias is None else bias.float())
+        linear.has_float_bias = True
+    return linear(x.float()).to(x.dtype)
+
+
 class Projections(nn.Module):
     """Queries, keys and values, normed and rotated as the pretrained model did, `qk_width` wide."""
 
@@ -102,12 +116,19 @@ class Projections(nn.Module):
         if shape.qk_norm_eps is not None:
             self.q_norm = HeadNorm(shape.heads, normed, shape.qk_norm_eps)
             self.k_norm = HeadNorm(states, normed, shape.qk_norm_eps)
-        self.register_buffer("planes", torch.zeros(states, plane_count, dtype=torch.long))
+        # Empty tensors have no storage of their own, so in a checkpoint they would look tied.
+        planes = torch.zeros(states, plane_count, dtype=torch.long)
+        self.register_buffer("planes", planes, persistent=plane_count > 0)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        if not self.planes.numel():  # saved by earlier versions
+            state_dict.pop(f"{prefix}planes", None)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
-        q = self.q_proj(x).unflatten(-1, (self.heads, -1))
-        k = self.k_proj(x).unflatten(-1, (self.states, -1))
-        v = self.v_proj(x).unflatten(-1, (self.states, -1))
+        q = project(self.q_proj, x).unflatten(-1, (self.heads, -1))
+        k = project(self.k_proj, x).unflatten(-1, (self.states, -1))
+        v = project(self.v_proj, x).unflatten(-1, (self.states, -1))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rotary is not None and self.planes.shape[1]:
@@ -180,7 +201,7 @@ class RecurrentAttention(nn.Module):
     def gate_logits(self, x: Tensor) -> tuple[Tensor, ...]:
         logits = []
         for name, width in RULES[self.config.rule].gates.items():
-            logit = self.gates[name](x)
+            logit = project(self.gates[name], x)
             logits.append(logit if width == "1" else logit.unflatten(-1, (self.projections.states, -1)))
         return tuple(logits)
 
@@ -233,4 +254,4 @@ class FastWeightsAttention(nn.Module):
             near = self.window(hidden_states, position_embeddings, info, slot)
             y = near if y is None or self.mix is None else self.mix(y, near)
         assert y is not None
-        return self.dropout(self.o_proj(y.flatten(2).to(hidden_states.dtype))), None
+        return self.dropout(project(self.o_proj, y.flatten(2).to(hidden_states.dtype))), None

@@ -19,9 +19,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from fastweights.config import ConfigError
 from fastweights.decode.model import make_decode_model
 from fastweights.modeling.cache import FastWeightsCache
-from fastweights.modeling.classes import FastWeightsMixin, evaluating, position_limit
+from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.description import layers_of
 from fastweights.modeling.families import family_of
+from fastweights.modeling.modes import evaluating
+from fastweights.modeling.positions import position_limit
 from fastweights.profiling.timing import Conditions, Contender, Findings, check_room, measure, on
 from fastweights.utils.progress import track
 
@@ -182,7 +184,7 @@ def _contender(model: Any, length: int, batch: int) -> Contender:
         decoder = make_decode_model(model, batch, max_length=length + 1)
         if decoder.static:
             return Contender(_engine_step(decoder, cache, token), kept, attends=False, is_engine=True)
-    attends = not isinstance(cache, FastWeightsCache) or bool(cache.kept)
+    attends = not isinstance(cache, FastWeightsCache) or bool(cache.attention_layers)
     return Contender(_forward_step(model, cache, token), kept, attends)
 
 

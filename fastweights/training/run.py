@@ -25,8 +25,10 @@ from fastweights.data.batches import PackedBatches, validation_rows
 from fastweights.data.readers import given_by
 from fastweights.data.token_files import TokenFile, check_vocabulary, prepare
 from fastweights.loading import load, load_tokenizer, require_tokenizer
-from fastweights.modeling.classes import FastWeightsMixin, autocast, is_low_precision, position_limit
+from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.families import family_of
+from fastweights.modeling.modes import autocast, is_low_precision
+from fastweights.modeling.positions import position_limit
 from fastweights.training import checkpoint as saved
 from fastweights.training.chunked_loss import CHUNK_SHARE
 from fastweights.training.losses import Batch, next_token_loss

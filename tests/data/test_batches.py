@@ -14,7 +14,7 @@ from hypothesis.strategies import integers, lists
 from fastweights.data.batches import PackedBatches, validation_rows
 from fastweights.data.readers import DataError
 from fastweights.data.token_files import TokenFile
-from fastweights.modeling.packing import _document_starts
+from fastweights.modeling.packing import packed_starts
 
 
 def token_file(lengths: list[int]) -> TokenFile:
@@ -51,7 +51,7 @@ def test_document_boundaries_by_hand() -> None:
     assert rows["position_ids"].tolist() == [[0, 1, 2, 0], [0, 0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 0]]
     assert rows["labels"].eq(-100).equal(rows["position_ids"].eq(0))
     assert rows["labels"][rows["labels"] != -100].tolist() == [1, 2, 6, 7, 9, 10, 11, 13, 14]
-    reset = _document_starts({"position_ids": rows["position_ids"]}, 4)
+    reset = packed_starts({"position_ids": rows["position_ids"]}, 4)
     assert reset is not None and rows["input_ids"][reset].tolist() == [s for s in tokens.starts if s % 4]
 
 

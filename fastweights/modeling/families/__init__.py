@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import transformers
+from transformers import AutoModel, AutoModelForSequenceClassification
+
 from fastweights.modeling.families.base import AttentionWeights, Family
 from fastweights.modeling.families.gpt2 import GPT2
 from fastweights.modeling.families.gpt_neox import GPT_NEOX
@@ -29,8 +32,22 @@ def family_of(model: Any) -> Family:
     for family in FAMILIES.values():
         if type(model).__name__ == family.model_class:
             return family
+    for family in FAMILIES.values():
+        if type(model).__name__ in _other_classes(family):
+            raise UnknownFamilyError(
+                f"cannot convert a {type(model).__name__}, which has no language-model head: load the model with "
+                "AutoModelForCausalLM.from_pretrained, convert and save it, and load the converted folder with "
+                "AutoModel or AutoModelForSequenceClassification"
+            )
     known = ", ".join(f"{family.name} ({family.model_class})" for family in FAMILIES.values())
     raise UnknownFamilyError(
         f"cannot convert a {type(model).__name__}: the families known are {known}. "
-        "To add one, write a file in fastweights/families and enter it in its table: see CONTRIBUTING.md"
+        "To add one, write a file in fastweights/modeling/families and enter it in its table: see CONTRIBUTING.md"
     )
+
+
+def _other_classes(family: Family) -> list[str]:
+    """Names of transformers' other classes for a family's config: the backbone and models with other heads."""
+    config = getattr(transformers, family.model_class).config_class
+    mappings = (AutoModel._model_mapping, AutoModelForSequenceClassification._model_mapping)
+    return [mapping[config].__name__ for mapping in mappings]

@@ -55,7 +55,8 @@ class Family:
     """`layers` is the path of the list of blocks in the model, `attention` the name of attention in a block.
     `learned_positions` names the config field with the length of a learned position table, if there is one.
     `masks_documents`: the family's own attention sees packed documents in position_ids.
-    `parts` is for the decode engine; without it that goes through the model's own forward."""
+    `parts` is for the decode engine; without it that goes through the model's own forward.
+    `decoder_class` names the class that runs the layers, where that is not the backbone (`AutoModel`) itself."""
 
     name: str
     model_class: str
@@ -66,9 +67,14 @@ class Family:
     parts: Parts | None = None
     learned_positions: str | None = None
     masks_documents: bool = True
+    decoder_class: str | None = None
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
-        return list(model.get_submodule(self.layers).children())
+        """The blocks of a whole model, or of the backbone or decoder inside one."""
+        path = self.layers.split(".")
+        while not hasattr(model, path[0]):
+            path = path[1:]
+        return list(model.get_submodule(".".join(path)).children())
 
     def attention_of(self, block: nn.Module) -> nn.Module:
         return getattr(block, self.attention)

@@ -54,4 +54,5 @@ OPT = Family(
     PARTS,
     learned_positions="max_position_embeddings",
     masks_documents=False,
+    decoder_class="OPTDecoder",
 )

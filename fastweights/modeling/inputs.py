@@ -1,0 +1,168 @@
+"""What the layers of a converted model must know about their input: which tokens are real, where documents start, which
+positions tokens have, and the cache that holds the state.
+
+Whoever runs the layers prepares this: a family's decoder (LlamaModel, OPTDecoder). So the decoder alone, the causal
+language model and the classifier all treat padding and packed documents alike.
+
+Shapes: tokens [B,T] or embeddings [B,T,D]   attention_mask [B,S+T] with S tokens seen before   positions, resets [B,T]
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from fastweights.modeling.cache import FastWeightsCache
+from fastweights.modeling.families import Family
+from fastweights.modeling.layer import SequenceInfo
+from fastweights.modeling.packing import document_mask, packed_starts
+from fastweights.modeling.positions import limit_positions
+from fastweights.utils.errors import Argument, FastWeightsError
+
+# A mixin stands before a family's class; to a type checker it has that class's attributes.
+Base: Any = transformers.PreTrainedModel if TYPE_CHECKING else object
+
+# Key of the token mask among the masks that generate prepares for a static cache.
+TOKEN_MASK = "fast_weights"
+NO_CONTINUOUS_BATCHING = (
+    "continuous batching (generate_batch, cache_implementation='paged', transformers serve --continuous-batching) "
+    "pages keys and values, and a converted model has a recurrent state instead: use generate with a padded batch, or "
+    "fastweights.Engine"
+)
+
+
+class InputError(FastWeightsError):
+    """Inputs that do not fit each other, or that a converted model cannot use."""
+
+
+class DecoderMixin(Base):
+    """The forward of a module that runs converted layers."""
+
+    family: Family
+    config: Any
+
+    def _run(self, forward: Any, inputs: dict[str, Any]) -> Any:
+        """Call the pretrained class's forward with prepared inputs.
+
+        Args:
+            forward: the pretrained class's forward.
+            inputs: its arguments by name, changed in place.
+        """
+        if inputs.get("cache") is not None or inputs.get("write_index") is not None:
+            raise InputError(NO_CONTINUOUS_BATCHING)
+        tokens = inputs.get("input_ids")
+        tokens = inputs.get("inputs_embeds") if tokens is None else tokens
+        if tokens is None:
+            raise InputError("give ", Argument("input_ids"), " or ", Argument("inputs_embeds"))
+        batch, length = tokens.shape[:2]
+        attention_mask = inputs.get("attention_mask")
+        given = attention_mask.get(TOKEN_MASK) if isinstance(attention_mask, dict) else attention_mask
+        mask = token_mask(given, batch, length, inputs.get("past_key_values"))
+        reset = packed_starts(inputs, batch)
+        cache = self._cache(inputs, batch, packed=reset is not None)
+        if inputs.get("position_ids") is None:
+            inputs["position_ids"] = positions(batch, length, mask, cache, tokens.device)
+        inputs["position_ids"] = limit_positions(self, inputs["position_ids"])
+        inputs |= {"past_key_values": cache, "use_cache": cache is not None}
+        inputs["attention_mask"] = self._attention_mask(inputs, reset, tokens, cache)
+        outputs = forward(self, **inputs, fast_weights=SequenceInfo(mask, reset))
+        if cache is not None:
+            cache.advance(length, mask, batch, tokens.device)
+        return outputs
+
+    @property
+    def _is_hybrid(self) -> bool:
+        """Whether some layers are still attention."""
+        layers = self.config.fastweights["layers"]
+        return layers is not None and len(layers) < self.config.num_hidden_layers
+
+    def _cache(self, inputs: dict[str, Any], batch: int, packed: bool) -> FastWeightsCache | None:
+        """The cache to use: the given one, a new one, or none."""
+        cache, use_cache = inputs.get("past_key_values"), inputs.get("use_cache")
+        if cache is None and use_cache is None:
+            use_cache = self.config.use_cache and not self.training and not packed
+        if packed and (cache is not None or use_cache):
+            raise InputError("packed documents leave no state to continue from: pass ", Argument("use_cache"), "=False")
+        if self.is_gradient_checkpointing and self.training:
+            return None
+        if cache is not None:
+            return own_cache(cache, self.config, batch)
+        return FastWeightsCache(self.config) if use_cache else None
+
+    def _attention_mask(
+        self, inputs: dict[str, Any], reset: Tensor | None, tokens: Tensor, cache: FastWeightsCache | None
+    ) -> Any:
+        """The mask for layers that are still attention. Where there are none, an empty 4-D mask keeps transformers
+        from building one of T x T."""
+        mask, length = inputs.get("attention_mask"), tokens.shape[1]
+        if not self._is_hybrid:
+            return torch.empty(tokens.shape[0], 1, length, 0, dtype=torch.bool, device=tokens.device)
+        if isinstance(mask, dict):
+            by_layer_type = {name: each for name, each in mask.items() if name != TOKEN_MASK}
+            return by_layer_type.get("attention", by_layer_type)
+        if reset is not None and not self.family.masks_documents:
+            return document_mask(self, inputs["position_ids"])
+        if mask is not None and cache is not None and not cache.is_compileable:
+            _check_whole_mask(mask, int(cache.get_seq_length()), length)
+        return mask
+
+
+def _check_whole_mask(mask: Tensor, seen: int, length: int) -> None:
+    if mask.shape[1] != seen + length:
+        raise InputError(
+            Argument("attention_mask"),
+            f" covers {mask.shape[1]} tokens, but the attention layers have seen {seen} and get {length} more: pass a "
+            "mask for all of them",
+        )
+
+
+def token_mask(attention_mask: Tensor | None, batch: int, length: int, cache: Cache | None) -> Tensor | None:
+    """True for the real tokens among the new ones, [B,T]; None when all are real."""
+    if attention_mask is None:
+        return None
+    if attention_mask.ndim != 2:
+        raise InputError(
+            Argument("attention_mask"),
+            f" must be [B,T] for a converted model, found {list(attention_mask.shape)}",
+        )
+    rows, columns = attention_mask.shape
+    if rows != batch or columns < length or (cache is None and columns > length):
+        raise InputError(
+            Argument("attention_mask"), f" must be [{batch},{length}] like the tokens, found [{rows},{columns}]"
+        )
+    mask = attention_mask[:, -length:].bool()
+    on_host = mask.device.type == "cpu" or length > 1
+    if on_host and not torch.compiler.is_compiling() and bool(mask.all()):
+        return None
+    return mask
+
+
+def positions(
+    batch: int, length: int, mask: Tensor | None, cache: FastWeightsCache | None, device: torch.device
+) -> Tensor:
+    """Each token's index among the real tokens of its row, those seen before included, [B,T]."""
+    seen = cache.lengths[:, None] if cache is not None and cache.lengths is not None else 0
+    if mask is None:
+        return torch.arange(length, device=device).expand(batch, -1) + seen
+    return (mask.long().cumsum(1) - 1 + seen).clamp(min=0)
+
+
+def own_cache(cache: Cache, config: Any, batch: int | None) -> FastWeightsCache:
+    """The given cache, which must have `batch` rows (None: any number); a new one instead of an empty DynamicCache."""
+    if isinstance(cache, FastWeightsCache):
+        if batch is not None and cache.batch_size not in (-1, batch):
+            raise InputError(
+                f"the state has {cache.batch_size} rows and the input {batch}: fork it first, "
+                f"past_key_values=cache.fork({batch})"
+            )
+        return cache
+    if cache.get_seq_length() == 0:
+        return FastWeightsCache(config)
+    raise InputError(
+        Argument("past_key_values"),
+        f" is a {type(cache).__name__} of another model: start from a FastWeightsCache",
+    )
