@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ from rich.table import Column, Table
 from fastweights.config import FastWeightsConfig
 from fastweights.conversion import convert
 from fastweights.data.readers import documents
-from fastweights.evaluation.perplexity import evaluate
+from fastweights.evaluation.suite import evaluate, scored_tokens
 from fastweights.loading import load, load_tokenizer, save
 from fastweights.modeling.description import describe
 from fastweights.profiling.model_cost import decode_cost
 from fastweights.report import check_matplotlib, make_report
+from fastweights.results import CostResult, EvaluationResult
 from fastweights.training import checkpoint as saved
 from fastweights.training.recipe import Recipe, load_recipe
 from fastweights.training.trainer import Interrupted, TrainConfig, resume, train
@@ -78,14 +80,14 @@ def run(folder: Path, console: Console, recipe: Recipe | None = None) -> dict[st
         "   perplexity on unseen books, and size of the cache after 1,024 and 65,536 tokens:", highlight=False
     )
     quality = _measure(BASE, base, tokenizer)
-    quality["models"] += _measure(CONVERTED, converted, tokenizer, recall=False)["models"]
+    quality.models.extend(_measure(CONVERTED, converted, tokenizer, recall=False).models)
     console.print(_table(quality, {BASE: base, CONVERTED: converted}), "")
     losses = ", then ".join(stage.loss for stage in recipe.stages)
     _print_step(console, 3, f"trained on books that neither model has seen: {losses}, {_tokens(recipe):,} tokens")
     training = _train(folder, recipe, console)
     trained = load(folder / "training" / "best", dtype=torch.float32).eval()
-    quality["models"] += _measure(TRAINED, trained, tokenizer)["models"]
-    quality |= {"tokens": sum(part["tokens"] for model in quality["models"] for part in model["perplexity"])}
+    quality.models.extend(_measure(TRAINED, trained, tokenizer).models)
+    quality = replace(quality, tokens=scored_tokens(quality.models))
     console.print("", _table(quality, {BASE: base, CONVERTED: converted, TRAINED: trained}), "")
     _print_step(console, 4, "both continue the same prompt:")
     for name, model in ((BASE, base), (TRAINED, trained)):
@@ -118,7 +120,7 @@ def _tokens(recipe: Recipe) -> int:
     return sum(recipe.steps_of(stage) * recipe.batch_tokens for stage in recipe.stages)
 
 
-def _measure(name: str, model: Any, tokenizer: Any, recall: bool = True) -> dict[str, Any]:
+def _measure(name: str, model: Any, tokenizer: Any, recall: bool = True) -> EvaluationResult:
     text = {"two unseen books": "\n\n".join(text[:MEASURED_CHARACTERS] for text in documents(VALIDATION_TEXT))}
     options: dict[str, Any] = dict(recall=recall, recall_samples=RECALL_SAMPLES, by_position=True)
     return evaluate({name: (model, tokenizer)}, data=text, length=WINDOW, **options)
@@ -144,11 +146,11 @@ def figure(value: float, digits: int) -> str:
     return f"{value:,.0f}" if value >= 10_000 else f"{value:,.{digits}f}"
 
 
-def _perplexity(quality: dict[str, Any], name: str) -> float:
-    return next(model["perplexity"][0]["token"] for model in quality["models"] if model["name"] == name)
+def _perplexity(quality: EvaluationResult, name: str) -> float:
+    return next(model.perplexity[0].token for model in quality.models if model.name == name and model.perplexity)
 
 
-def _table(quality: dict[str, Any], models: dict[str, Any]) -> Table:
+def _table(quality: EvaluationResult, models: dict[str, Any]) -> Table:
     """Quality, size and memory of the cache for each model."""
     headers = ("perplexity", "× base", "parameters", "cache at 1,024", "at 65,536")
     table = Table(Column("model", no_wrap=True), *(Column(h, justify="right") for h in headers), box=None)
@@ -168,20 +170,20 @@ def _sample(model: Any, tokenizer: Any) -> str:
     return " ".join(tokenizer.decode(generated[0], skip_special_tokens=True).split())
 
 
-def _costs(cost: dict[str, Any]) -> Table:
-    headers = ("tokens", *(f"{model['name']}: {what}" for model in cost["models"] for what in ("time", "memory")))
+def _costs(cost: CostResult) -> Table:
+    headers = ("tokens", *(f"{model.name}: {what}" for model in cost.models for what in ("time", "memory")))
     table = Table(*(Column(header, justify="right") for header in headers), box=None)
-    for points in zip(*(model["points"] for model in cost["models"]), strict=True):
-        cells = [cell for p in points for cell in (f"{1e3 * p['seconds']:.1f} ms", decimal(int(p["bytes"])))]
-        table.add_row(f"{points[0]['length']:,}", *cells)
+    for points in zip(*(model.points for model in cost.models), strict=True):
+        cells = [cell for p in points for cell in (f"{1e3 * p.seconds:.1f} ms", decimal(p.bytes))]
+        table.add_row(f"{points[0].length:,}", *cells)
     return table
 
 
 def _write(
-    folder: Path, quality: dict[str, Any], cost: dict[str, Any], training: dict[str, Any], seconds: float
+    folder: Path, quality: EvaluationResult, cost: CostResult, training: dict[str, Any], seconds: float
 ) -> dict[str, Any]:
-    write_result(folder / "evaluation.json", quality)
-    write_result(folder / "cost.json", cost)
+    quality.write(folder / "evaluation.json")
+    cost.write(folder / "cost.json")
     parts = [folder / "training" / saved.RESULT, folder / "evaluation.json", folder / "cost.json"]
     make_report(parts, folder / "report", title="The quickstart: a small GPT-2 becomes recurrent")
     perplexity = {name: _perplexity(quality, name) for name in (BASE, CONVERTED, TRAINED)}
@@ -194,7 +196,7 @@ def _write(
         "validation": {"base": training["base"]["perplexity"], "points": training["validation"]},
         "training_seconds": training["seconds"],
         "seconds": seconds,
-        "cost": [{name: model[name] for name in ("name", "points")} for model in cost["models"]],
+        "cost": [{"name": model.name, "points": [point.to_dict() for point in model.points]} for model in cost.models],
     }
     write_result(folder / "result.json", result)
     return result

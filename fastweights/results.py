@@ -440,7 +440,7 @@ class RankedLayer(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankingResult(Result):
+class LayerRanking(Record):
     """Which layers gain most as attention.
 
     kl: KL(base || model) of the next tokens with no layer restored.
@@ -448,14 +448,20 @@ class RankingResult(Result):
     chosen, kl_after: Layers chosen greedily, and the divergence after each.
     """
 
-    kind = "ranking"
-    model: RankedModel
-    data: Data
-    settings: dict[str, Any]
     kl: float
     layers: list[RankedLayer]
     chosen: list[int]
     kl_after: list[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankingResult(Result, LayerRanking):
+    """A ranking of layers, with the model and the text that it was measured on."""
+
+    kind = "ranking"
+    model: RankedModel
+    data: Data
+    settings: dict[str, Any]
     seconds: float
 
 

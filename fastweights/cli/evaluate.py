@@ -51,9 +51,8 @@ def evaluate(
     from transformers.utils import logging
 
     from fastweights.data.readers import read_text
-    from fastweights.evaluation.perplexity import evaluate as measure
     from fastweights.evaluation.perplexity import window_for
-    from fastweights.utils.provenance import write_result
+    from fastweights.evaluation.suite import evaluate as measure
 
     logging.disable_progress_bar()
     check_output(output)
@@ -75,9 +74,9 @@ def evaluate(
         task_folder=task_folder,
         batch_size=batch_size,
     )
-    print_tables(result)
+    print_tables(result.to_dict())
     if output is not None:
-        write_result(output, result)
+        result.write(output)
 
 
 def _load_any(model: str, dtype: str, device: str) -> tuple[Any, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -46,7 +46,8 @@ def profile(
     model it was made from, where that is found."""
     from transformers.utils import logging
 
-    from fastweights.utils.provenance import write_result
+    from fastweights.profiling.suite import load_with_base
+    from fastweights.profiling.suite import profile as measure
 
     logging.disable_progress_bar()
     check_output(output, is_picture=source is not None)
@@ -60,81 +61,28 @@ def profile(
     if models and (layer or heads):
         flag, first = "--layer" if layer else "--heads", short_name(models[0], models)
         raise ValueError(f"{flag} is for the layer, and {first} is a model: give only one of them")
-    result = _measure(
-        {short_name(name, models or []): name for name in models or []},
-        layer=layer,
+    usable, notify = usable_device(device), partial(typer.echo, err=True)
+    loaded = {}
+    if models:
+        sources = {short_name(name, models): name for name in models}
+        loaded = load_with_base(sources, device=usable, dtype=dtype, notify=notify)
+    elif not layer:
+        loaded = _load_packaged(dtype, usable)
+    result = measure(
+        loaded,
+        layer=not models,
         lengths=None if lengths is None else parse_numbers("--lengths", lengths),
         batch=batch,
         heads=heads,
-        device=usable_device(device),
+        device=usable,
         dtype=dtype,
         compiled=compile,
+        notify=notify,
     )
-    print_tables(result)
+    print_tables(result.to_dict())
     if output is not None:
-        write_result(output, result)
+        result.write(output)
         typer.echo(_draw_written(output), err=True)
-
-
-def _measure(
-    sources: Mapping[str, str],
-    *,
-    layer: bool,
-    lengths: Sequence[int] | None,
-    batch: int | None,
-    heads: int | None,
-    device: str,
-    dtype: str,
-    compiled: bool,
-) -> dict[str, Any]:
-    """The cost of the models by name. Without models: of the packaged model and of the paper's layer, or of the layer
-    alone."""
-    import torch
-
-    from fastweights.profiling import layer_cost, model_cost
-
-    one: dict[str, Any] = {}
-    if not sources:
-        chosen = lengths or layer_cost.LENGTHS
-        _print_plan(f"one layer, batch {batch or 32}, heads {heads or 1}, d = m = 64", chosen, device)
-        one = layer_cost.layer_cost(
-            chosen,
-            batch=batch or 32,
-            heads=heads or 1,
-            dtype=None if dtype == "auto" else getattr(torch, dtype),
-            device=device,
-            compiled=compiled,
-        )
-    if layer:
-        return one
-    models = _load(sources, dtype, device)
-    chosen = lengths or (layer_cost.LENGTHS if torch.device(device).type == "cuda" else model_cost.LENGTHS)
-    _print_plan(f"{', '.join(models)}, batch {batch or 1}", chosen, device)
-    whole = model_cost.decode_cost(models, chosen, batch=batch or 1, stretch_positions=True, compiled=compiled)
-    return whole | {"layer": one} if one else whole
-
-
-def _print_plan(what: str, lengths: Sequence[int], device: str) -> None:
-    after = ", ".join(f"{length:,}" for length in lengths)
-    typer.echo(f"measuring on {device}: {what}, after {after} tokens", err=True)
-
-
-def _load(sources: Mapping[str, str], dtype: str, device: str) -> dict[str, Any]:
-    """The models by name; a converted model alone with its base. Without any: the packaged model and its conversion."""
-    from fastweights.loading import load
-    from fastweights.utils.errors import CheckpointError
-
-    if not sources:
-        return _load_packaged(dtype, device)
-    loaded = {name: load(source, dtype=dtype).to(device).eval() for name, source in sources.items()}
-    base_name = getattr(next(iter(loaded.values())).config, "fastweights_base", None) if len(loaded) == 1 else None
-    if base_name is None:
-        return loaded
-    try:
-        return {"base": load(base_name, dtype=dtype).to(device).eval()} | loaded
-    except CheckpointError:
-        typer.echo(f"the base {base_name} is not found: measured without it", err=True)
-        return loaded
 
 
 def _load_packaged(dtype: str, device: str) -> dict[str, Any]:

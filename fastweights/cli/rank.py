@@ -15,6 +15,7 @@ from rich.table import Column, Table
 from fastweights.cli.options import check_output, reports_errors, usable_device
 
 if TYPE_CHECKING:
+    from fastweights.results import RankingResult
     from fastweights.training.losses import Batch
 
 LENGTH = 512
@@ -49,8 +50,8 @@ def rank(
 
     from fastweights.evaluation.layer_ranking import batches_of, hybrid_from, load_pair, rank_layers
     from fastweights.loading import load_tokenizer
+    from fastweights.results import Data, RankedModel, RankingResult
     from fastweights.training.losses import converted_layers
-    from fastweights.utils.provenance import write_result
 
     logging.disable_progress_bar()
     began = time.perf_counter()
@@ -67,21 +68,23 @@ def rank(
     rows = _rows(folder, data, tokenizer, (student, base), tokens, length, text_field)
     found = rank_layers(student, base, batches_of(rows), keep=keep, fit=fit)
     base_name = Path(teacher or student.config.fastweights_base).name
-    result = {
-        "kind": "ranking",
-        "seed": 0,
-        "tokens": rows["input_ids"].numel(),
-        "model": {"name": folder.name, "base": base_name, "settings": student.config.fastweights},
-        "data": {"name": Path(data).name},
-        "settings": {"keep": keep, "fit": fit, "length": rows["input_ids"].shape[1], "device": usable},
-        **found,
-        "seconds": round(time.perf_counter() - began, 2),
-    }
+    result = RankingResult(
+        seed=0,
+        tokens=rows["input_ids"].numel(),
+        model=RankedModel(name=folder.name, base=base_name, settings=student.config.fastweights),
+        data=Data(name=Path(data).name),
+        settings={"keep": keep, "fit": fit, "length": rows["input_ids"].shape[1], "device": usable},
+        kl=found.kl,
+        layers=found.layers,
+        chosen=found.chosen,
+        kl_after=found.kl_after,
+        seconds=round(time.perf_counter() - began, 2),
+    )
     _print(result)
     if output is not None:
-        write_result(output, result)
+        result.write(output)
     if save is not None:
-        hybrid_from(folder, found["chosen"], save, teacher)
+        hybrid_from(folder, found.chosen, save, teacher)
         typer.echo(str(save))
 
 
@@ -124,15 +127,15 @@ def _rows(
     return rows
 
 
-def _print(result: dict[str, Any]) -> None:
+def _print(result: RankingResult) -> None:
     console = Console()
-    console.print(f"KL(base || model) of next tokens, nothing restored: {result['kl']:.4f}", highlight=False)
+    console.print(f"KL(base || model) of next tokens, nothing restored: {result.kl:.4f}", highlight=False)
     table = Table(*(Column(header, justify="right") for header in ("layer", "KL with it restored", "gain")), box=None)
-    for row in result["layers"]:
-        table.add_row(str(row["layer"]), f"{row['kl']:.4f}", f"{row['gain']:+.4f}")
+    for row in result.layers:
+        table.add_row(str(row.layer), f"{row.kl:.4f}", f"{row.gain:+.4f}")
     console.print(table)
-    if result["chosen"]:
+    if result.chosen:
         kept = Table(*(Column(header, justify="right") for header in ("keep", "KL with those so far")), box=None)
-        for layer, kl in zip(result["chosen"], result["kl_after"], strict=True):
+        for layer, kl in zip(result.chosen, result.kl_after, strict=True):
             kept.add_row(str(layer), f"{kl:.4f}")
         console.print("", kept)

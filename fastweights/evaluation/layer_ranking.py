@@ -22,10 +22,11 @@ from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.families import family_of
 from fastweights.modeling.layer import FastWeightsAttention
 from fastweights.modeling.modes import autocast, evaluating
+from fastweights.results import LayerRanking, RankedLayer
 from fastweights.training.chunked_loss import LossConfig, head_loss, head_of
 from fastweights.training.losses import Batch, converted_layers, hidden_of, next_tokens
 from fastweights.training.output_fit import fit_outputs
-from fastweights.utils.errors import CheckpointError, FastWeightsError
+from fastweights.utils.errors import Argument, CheckpointError, FastWeightsError
 from fastweights.utils.progress import progress_bar
 
 __all__ = ["RankingError", "hybrid_from", "rank_layers", "restored"]
@@ -59,18 +60,31 @@ def restored(student: Any, teacher: Any, layers: Collection[int]) -> Iterator[No
 
 def rank_layers(
     student: Any, teacher: Any, batches: Sequence[Batch], *, keep: int = 0, fit: bool = False, progress: bool = True
-) -> dict[str, Any]:
-    """What each converted layer gains as attention: `kl`, the mean of KL(teacher || student) over the next tokens, with
-    none restored; `layers`, with each one restored, the best first; and for keep = n, greedily, `chosen`: the best,
-    then the best beside it, up to n layers, with the divergence after each in `kl_after`.
+) -> LayerRanking:
+    """Measure what each converted layer gains as attention. Both models are restored at the end.
 
-    `fit` sets output projections to the teacher's attention first: right after the swap they say little. Both models
-    come back as they were.
+    Args:
+        student: The converted model.
+        teacher: The model it was converted from, on the same device and in the same dtype.
+        batches: Rows of tokens: input_ids and labels [B,T].
+        keep: Choose so many layers greedily: the best, then the best beside it, and so on.
+        fit: Whether to fit the output projections to the teacher's attention first. Right after conversion the gains
+            say little without.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        The mean of KL(teacher || student) over the next tokens with no layer restored, with each one restored, and
+        after each of the chosen ones.
+
+    Raises:
+        RankingError: If the teacher does not fit, there are fewer layers than `keep`, or a divergence is not finite.
     """
     check_teacher(student, teacher)
     candidates = sorted(converted_layers(student))
     if not 0 <= keep <= len(candidates):
-        raise RankingError(f"--keep {keep}: choose from 0 to {len(candidates)}, the number of converted layers")
+        raise RankingError(
+            Argument("keep"), f" {keep}: choose from 0 to {len(candidates)}, the number of converted layers"
+        )
     passes = len(batches) * (1 + sum(len(candidates) - done for done in range(max(1, keep))))
     with evaluating(student, teacher), _fitted(student, teacher, batches if fit else ()), _bar(passes, progress) as bar:
         measure = functools.partial(_divergences, student, teacher, batches, bar)
@@ -84,8 +98,8 @@ def rank_layers(
                 ranked = sorted(zip(measure([(*chosen, index) for index in rest]), rest, strict=True))
             kl_after.append(ranked[0][0])
             chosen.append(ranked[0][1])
-    layers = [{"layer": index, "kl": kl, "gain": nothing - kl} for kl, index in alone]
-    return {"kl": nothing, "layers": layers, "chosen": chosen, "kl_after": kl_after}
+    layers = [RankedLayer(layer=index, kl=kl, gain=nothing - kl) for kl, index in alone]
+    return LayerRanking(kl=nothing, layers=layers, chosen=chosen, kl_after=kl_after)
 
 
 def batches_of(rows: Batch) -> list[Batch]:
@@ -109,17 +123,19 @@ def _divergences(
         with autocast(student.device):
             taught = hidden_of(teacher, batch)
         count += int((next_tokens(batch) != IGNORED).sum())
-        for number, layers in enumerate(choices):
+        for i, layers in enumerate(choices):
             with restored(student, teacher, layers), autocast(student.device):
-                sums[number] += _divergence(student, teacher, batch, taught)
-            if not math.isfinite(sums[number]):
+                sums[i] += _divergence(student, teacher, batch, taught)
+            if not math.isfinite(sums[i]):
                 raise RankingError(
-                    f"the divergence is {sums[number]} with {_named(layers)} restored: the model's numbers overflow; "
-                    "fit its projections first (--fit), or train it"
+                    f"the divergence is {sums[i]} with {_named(layers)} restored: values of the model overflow; "
+                    "fit its projections first, ",
+                    Argument("fit"),
+                    ", or train it",
                 )
             bar()
     if not count:
-        raise RankingError("the text has no next tokens to compare (--data): give one with longer documents")
+        raise RankingError("the text has no next tokens to compare: give one with longer documents")
     return [total / count for total in sums]
 
 
@@ -167,33 +183,43 @@ def load_pair(folder: str | os.PathLike, teacher: str | None = None, *, dtype: A
         raise RankingError(f"{folder} is not converted: give a folder that fastweights convert or train wrote")
     name = teacher or getattr(student.config, "fastweights_base", None)
     if name is None:
-        raise RankingError(f"{folder} does not say which model it was converted from: name that one with --teacher")
+        raise RankingError(f"{folder} does not say which model it was converted from: name it, ", Argument("teacher"))
     try:
         base = load(name, dtype=student.dtype)
     except CheckpointError as error:
-        where = "--teacher" if teacher else f"the base of {folder}, which --teacher can name, is not found:"
-        raise RankingError(f"{where} {error}") from error
-    check_teacher(student, base, f"--teacher {name}")
+        default = () if teacher else (f"the base of {folder} is not found, name it with ",)
+        raise RankingError(*default, Argument("teacher"), f": {error}") from error
+    check_teacher(student, base, Argument("teacher"), f" {name}")
     return student, base
 
 
-def check_teacher(student: Any, teacher: Any, name: str = "the teacher") -> None:
-    """Refuse all but the unconverted model that the student was made from, as far as it shows."""
+def check_teacher(student: Any, teacher: Any, *name: str) -> None:
+    """Refuse all but the unconverted model that the student was made from, as far as its config shows.
+
+    Args:
+        student: The converted model.
+        teacher: The model to check.
+        name: Parts of a message that name the teacher.
+
+    Raises:
+        RankingError: If the class, the sizes, the device, the dtype or the attention implementation differ.
+    """
+    name = name or (Argument("teacher"),)
     if not isinstance(student, FastWeightsMixin):
         raise RankingError(f"a {type(student).__name__} is not converted: convert it first")
-    found, wanted = type(teacher).__name__, student.family.model_class
-    if found != wanted:
-        raise RankingError(f"{name} is a {found}: give the {wanted} that the model was converted from")
-    found, wanted = _sizes(teacher), _sizes(student)
-    if found != wanted:
-        raise RankingError(f"{name} ({found}) is not the model that was converted ({wanted})")
+    found, expected = type(teacher).__name__, student.family.model_class
+    if found != expected:
+        raise RankingError(*name, f" is a {found}: give the {expected} that the model was converted from")
+    found, expected = _sizes(teacher), _sizes(student)
+    if found != expected:
+        raise RankingError(*name, f" ({found}) is not the model that was converted ({expected})")
     for what, of in (
         ("device", lambda model: model.device),
         ("dtype", lambda model: model.dtype),
         ("attn_implementation", lambda model: model.config._attn_implementation),
     ):
         if of(teacher) != of(student):
-            raise RankingError(f"{name} has {what} {of(teacher)}, the converted model {of(student)}: load both alike")
+            raise RankingError(*name, f" has {what} {of(teacher)}, the converted model {of(student)}: load both alike")
 
 
 def _sizes(model: Any) -> str:

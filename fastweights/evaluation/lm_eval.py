@@ -30,17 +30,14 @@ import yaml
 from rich.console import Console
 from rich.progress import Progress
 
+from fastweights.evaluation.forward import EvaluationError
 from fastweights.loading import require_tokenizer
 from fastweights.modeling.modes import evaluating
-from fastweights.utils.errors import FastWeightsError
+from fastweights.utils.errors import Argument
 from fastweights.utils.progress import progress_bar
 
 # Standard errors without a formula (that of lambada's perplexity) are bootstrapped; lm-eval's 100,000 take minutes.
 BOOTSTRAPS = 1000
-
-
-class EvaluationError(FastWeightsError):
-    """An evaluation that cannot be done, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -71,21 +68,37 @@ def run_tasks(
     tokenizer: Any,
     tasks: Sequence[str],
     *,
-    folder: str | os.PathLike | None = None,
+    task_folder: str | os.PathLike | None = None,
     length: int | None = None,
     limit: int | None = None,
     batch_size: int = 8,
     progress: bool = False,
 ) -> dict[str, dict[str, float]]:
-    """Metrics of each task: stock tasks by lm-eval's names, or those of LOCAL_TASKS on the files in `folder`. `length`
-    is how many tokens the model sees at most (the end of a longer text), `limit` how many items of a task are run."""
-    check_tasks(tasks, folder)
+    """Run lm-eval tasks.
+
+    Args:
+        model: Any causal model.
+        tokenizer: Its tokenizer.
+        tasks: Names of lm-eval's tasks, or with a folder those of LOCAL_TASKS.
+        task_folder: Folder with the data of the tasks; by default lm-eval downloads them.
+        length: Tokens that the model sees at most; of a longer sequence it sees the end.
+        limit: Items of each task, at most.
+        batch_size: Sequences in a forward pass.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        The metrics of each task.
+
+    Raises:
+        EvaluationError: If a task is not known or its data cannot be loaded.
+    """
+    check_tasks(tasks, task_folder)
     with tempfile.TemporaryDirectory(prefix="fastweights-tasks-", ignore_cleanup_errors=True) as temporary:
-        if folder is not None:
-            _write_tasks(tasks, Path(folder), Path(temporary), limit)
+        if task_folder is not None:
+            _write_tasks(tasks, Path(task_folder), Path(temporary), limit)
         with _bar(progress) as bar, _undisturbed(model):
             adapter = _adapter(model, tokenizer, length, batch_size, bar)
-            manager = _stock_tasks() if folder is None else _tasks_in(temporary)
+            manager = _stock_tasks() if task_folder is None else _tasks_in(temporary)
             return _plain(_simple_evaluate(adapter, manager, tasks, limit)["results"])
 
 
@@ -98,27 +111,27 @@ def rolling_perplexity(model: Any, tokenizer: Any, text: str, length: int, *, ba
         # Its cache takes the losses of the wrong tokens where the last window repeats an earlier one (lm-eval 0.4.13).
         adapter = _adapter(model, tokenizer, length, batch_size, add_bos_token=False, logits_cache=False)
         if adapter.prefix_token_id is None:
-            raise EvaluationError("the tokenizer has neither a bos nor an eos token, and lm-eval begins texts with one")
+            raise EvaluationError("lm-eval needs a bos or eos token, and the tokenizer has neither")
         request = Instance("loglikelihood_rolling", doc={}, arguments=(text,), idx=0)
         (log_likelihood,) = adapter.loglikelihood_rolling([request], disable_tqdm=True)
         return -float(log_likelihood), len(adapter.tok_encode(text))
 
 
-def check_tasks(tasks: Sequence[str], folder: str | os.PathLike | None = None) -> None:
+def check_tasks(tasks: Sequence[str], task_folder: str | os.PathLike | None = None) -> None:
     """Refuse tasks that cannot be run, before anything is."""
     _check_installed()
     for task in tasks:
-        if folder is not None:
-            _data_file(task, Path(folder))
+        if task_folder is not None:
+            _data_file(task, Path(task_folder))
         elif task not in _stock_tasks().task_index:
             near = difflib.get_close_matches(task, _stock_tasks().task_index)
             hint = f"near it are {', '.join(near)}" if near else "`lm-eval ls tasks` lists them"
-            raise EvaluationError(f"--tasks {task}: lm-eval has no such task; {hint}")
+            raise EvaluationError(Argument("tasks"), f" {task}: lm-eval has no such task; {hint}")
 
 
 def _check_installed() -> None:
     if importlib.util.find_spec("lm_eval") is None:
-        raise EvaluationError("--tasks are run by lm-eval, which is not installed: pip install 'fastweights[eval]'")
+        raise EvaluationError("lm-eval is not installed: pip install 'fastweights[eval]'")
 
 
 @functools.cache
@@ -147,7 +160,7 @@ def _adapter(
         def _loglikelihood_tokens(self, requests: Any, *args: Any, **kwargs: Any) -> Any:
             longest = max(len(continuation) for _, _, continuation in requests)
             if longest > self.max_length:
-                raise EvaluationError(f"an answer has {longest} tokens: allow more than length {self.max_length}")
+                raise EvaluationError(f"a continuation has {longest} tokens: allow more than length {self.max_length}")
             if bar is not None:
                 bar.update(bar.task_ids[0], total=len(requests), completed=0)
             return super()._loglikelihood_tokens(requests, *args, **kwargs)
@@ -172,8 +185,10 @@ def _simple_evaluate(adapter: Any, manager: Any, tasks: Sequence[str], limit: in
         return lm_eval.simple_evaluate(adapter, tasks=list(dict.fromkeys(tasks)), task_manager=manager, **settings)
     except (OSError, DatasetsError) as error:
         raise EvaluationError(
-            f"--tasks {','.join(tasks)}: data cannot be loaded: {str(error).partition(chr(10))[0]}; lm-eval fetches "
-            "them from the hub: connect to the network, or give a folder with the files (--task-folder)"
+            Argument("tasks"),
+            f" {','.join(tasks)}: data cannot be loaded: {str(error).partition(chr(10))[0]}; lm-eval fetches them from "
+            "the hub: connect to the network, or give a folder with the files, ",
+            Argument("task_folder"),
         ) from error
 
 
@@ -204,13 +219,17 @@ def _write_tasks(tasks: Sequence[str], folder: Path, temporary: Path, limit: int
 
 def _data_file(task: str, folder: Path) -> Path:
     if task not in LOCAL_TASKS:
-        raise EvaluationError(f"--tasks {task}: not known for local files; known are {', '.join(LOCAL_TASKS)}")
+        raise EvaluationError(
+            Argument("tasks"), f" {task}: not known for local files; known are {', '.join(LOCAL_TASKS)}"
+        )
     name = LOCAL_TASKS[task].file
     for file in (folder / f"{name}.jsonl", folder / f"{name}.jsonl.xz"):
         if file.is_file():
             return file
     there = sorted(file.name for file in folder.glob("*.jsonl*")) or ["no JSONL files"]
-    raise EvaluationError(f"--tasks {task}: no {name}.jsonl or {name}.jsonl.xz in {folder}: found {', '.join(there)}")
+    raise EvaluationError(
+        Argument("tasks"), f" {task}: no {name}.jsonl or {name}.jsonl.xz in {folder}: found {', '.join(there)}"
+    )
 
 
 def _items(task: str, file: Path, limit: int | None) -> list[str]:
@@ -222,7 +241,7 @@ def _items(task: str, file: Path, limit: int | None) -> list[str]:
     except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
         raise EvaluationError(f"{file} cannot be read: {error}") from error
     if not lines:
-        raise EvaluationError(f"{file}: no items to run (--limit {limit})")
+        raise EvaluationError(f"{file}: no items to run, ", Argument("limit"), f" {limit}")
     for number, line in enumerate(lines, start=1):
         if problem := _problem(line, LOCAL_TASKS[task].fields):
             raise EvaluationError(f"{file}, line {number}: not an item of {task}, {problem}")

@@ -209,7 +209,7 @@ class Job:
             for name, source in self.setup.tests.items():
                 with autocast(model.device, self.variant.recipe.precision):
                     measured = perplexity(model, tokenizer, read_text(source), progress=False, **windows)
-                found.append({"data": name} | measured.to_dict())
+                found.append(measured.row(name).to_dict())
         except EvaluationError:
             if not diverged:
                 raise

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +16,9 @@ from torch.nn import functional as F
 
 from fastweights.config import ConfigError, FastWeightsConfig
 from fastweights.ops.step import step
-from fastweights.profiling.model_cost import check_counts, check_lengths, compare
+from fastweights.profiling.model_cost import check_counts, check_lengths, compare, first_cheaper_from
 from fastweights.profiling.timing import Conditions, Contender, Findings, check_room, measure, on
+from fastweights.results import CostResult
 from fastweights.rules import RULES
 from fastweights.rules.feature_maps import sum_normalize
 from fastweights.utils.progress import track
@@ -75,7 +75,7 @@ class AttentionLayer(Layer):
         self.place = torch.tensor([length], device=shape.device)
 
     @property
-    def kept_bytes(self) -> int:
+    def cached_bytes(self) -> int:
         """Without the new token's place."""
         return (self.keys[:, :, 1:].numel() + self.values[:, :, 1:].numel()) * self.keys.itemsize
 
@@ -99,7 +99,7 @@ class RuleLayer(Layer):
         self.state = shape.random(shape.batch, shape.heads, shape.d, shape.m).to(exact)
 
     @property
-    def kept_bytes(self) -> int:
+    def cached_bytes(self) -> int:
         return self.state.nbytes
 
     def step(self, x: Tensor) -> Tensor:
@@ -123,11 +123,26 @@ def layer_cost(
     turns: int = TURNS,
     compiled: bool = False,
     progress: bool = True,
-) -> dict[str, Any]:
-    """Median seconds of a token after `length` others in one layer, the bytes kept of these, and with them the most
-    that the token needs: softmax attention with a static cache, and rules. A length that does not fit into memory is
-    left out, and `left_out` says why. By default numbers are bfloat16 on a GPU and float32 on a CPU; states are
-    float32."""
+) -> CostResult:
+    """Measure the time and memory of one more token in one layer: softmax attention with a static cache, and rules.
+
+    Args:
+        lengths: Tokens before the one that is timed. A length that does not fit into memory is left out, and
+            `left_out` says why.
+        batch: Sequences at once.
+        heads: Heads of the layer.
+        d: Size of a value.
+        m: Size of a key.
+        rules: Update rules to compare with attention.
+        dtype: Of weights and activations; by default bfloat16 on a GPU and float32 on a CPU. States are float32.
+        device: Where to measure.
+        turns: Timed steps at each length; the median counts.
+        compiled: Whether to compile every step with torch.compile.
+        progress: Whether to show a progress bar.
+
+    Raises:
+        ConfigError: If a rule is not known or a number is below 1.
+    """
     _check(lengths, rules, batch=batch, heads=heads, d=d, m=m, turns=turns)
     device = torch.device(device)
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
@@ -137,29 +152,28 @@ def layer_cost(
         for length in track(sorted(lengths), "one layer", enabled=progress):
             contenders = {name: functools.partial(_contender, shape, name, length) for name in found}
             measure(contenders, length, Conditions(device, turns, compiled, SETTLE), found)
-    entries = [findings.entry(name, converted=name != "attention") for name, findings in found.items()]
-    return {
-        "kind": "cost",
-        "level": "layer",
-        "what": "median seconds of one more token after a text of this length in one layer, bytes kept of the text, "
+    costs = compare([findings.cost(name, converted=name != "attention") for name, findings in found.items()])
+    return CostResult(
+        level="layer",
+        what="median seconds of one more token after a text of this length in one layer, bytes cached of the text, "
         "and these with the most that the token needs beside the weights",
-        "seed": 0,
-        "tokens": turns,
-        "batch": batch,
-        "heads": heads,
-        "d": d,
-        "m": m,
-        "dtype": str(dtype).removeprefix("torch."),
-        "device": device.type,
-        "models": entries,
-        "cheaper_from": compare(entries),
-    }
+        seed=0,
+        tokens=turns,
+        batch=batch,
+        heads=heads,
+        d=d,
+        m=m,
+        dtype=str(dtype).removeprefix("torch."),
+        device=device.type,
+        models=costs,
+        cheaper_from=first_cheaper_from(costs),
+    )
 
 
 def _contender(shape: Shape, name: str, length: int) -> Contender:
     attends = name == "attention"
     layer = AttentionLayer(shape, length) if attends else RuleLayer(shape, name)
-    return Contender(functools.partial(layer.step, layer.x), layer.kept_bytes, attends)
+    return Contender(functools.partial(layer.step, layer.x), layer.cached_bytes, attends)
 
 
 def _check(lengths: Sequence[int], rules: Sequence[str], **counts: int) -> None:

@@ -7,6 +7,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,11 +26,13 @@ from fastweights.modeling.families import family_of
 from fastweights.modeling.modes import evaluating
 from fastweights.modeling.positions import position_limit
 from fastweights.profiling.timing import Conditions, Contender, Findings, check_room, measure, on
+from fastweights.results import CostPoint, CostResult, ModelCost
+from fastweights.utils.errors import Argument
 from fastweights.utils.progress import track
 
 LENGTHS = (256, 1024, 4096, 16384)
 TIMED_TOKENS = 16
-PIECE = 1024
+CHUNK = 1024
 STRETCHED = "table repeated for timing"
 UNMASKED = "sdpa_unmasked"
 COMPARED = ("seconds", "bytes", "peak_bytes")
@@ -45,14 +48,24 @@ def decode_cost(
     stretch_positions: bool = False,
     compiled: bool = False,
     progress: bool = True,
-) -> dict[str, Any]:
-    """Median seconds of a token after `length` others, the bytes kept of these and the most that the token needs, for
-    each of some models, with `batch` texts at once.
+) -> CostResult:
+    """Measure the time and memory of one more token after sequences of several lengths.
 
-    At each length the models take turns, token by token, so that whatever else the machine does falls on all of them.
-    A learned position table (GPT-2, OPT) ends: lengths past its end are left out for that model. `stretch_positions`
-    measures them on a copy whose table is repeated; its text is nonsense, but it costs the time and bytes of a model
-    that has a longer table. A length that does not fit into memory is left out as well; `left_out` says why.
+    At each length the models alternate, token by token, so that whatever else the machine does falls on all of them.
+
+    Args:
+        models: Models by name, on one device.
+        lengths: Tokens before the one that is timed. A length that does not fit into memory or past the end of a
+            learned position table (GPT-2, OPT) is left out for that model, and `left_out` says why.
+        batch: Sequences at once.
+        timed_tokens: Timed steps at each length; the median counts.
+        stretch_positions: Whether to measure past the end of a position table on a copy whose table is repeated. Its
+            output is nonsense, but it costs the time and memory of a model with a longer table.
+        compiled: Whether to compile every step with torch.compile.
+        progress: Whether to show a progress bar.
+
+    Raises:
+        ConfigError: If there is no model, no length, or a model has too few positions for the shortest.
     """
     _check(models, lengths, batch, timed_tokens)
     lengths = sorted(lengths)
@@ -70,45 +83,41 @@ def decode_cost(
                 else:
                     found[name].leave_out(length, f"the position table ends at {position_limit(model)}")
             measure(fitting, length, conditions, found)
-    entries = []
-    for name, model in models.items():
-        note = {"positions": STRETCHED} if measured[name] is not model else {}
-        entries.append(found[name].entry(name, isinstance(model, FastWeightsMixin)) | note)
-    return {
-        "kind": "cost",
-        "what": "median seconds of one more token after a text of this length, bytes kept of the text, and these with "
+    positions = {name: STRETCHED if measured[name] is not model else None for name, model in models.items()}
+    converted = {name: isinstance(model, FastWeightsMixin) for name, model in models.items()}
+    costs = compare([found[name].cost(name, converted[name], positions[name]) for name in models])
+    return CostResult(
+        what="median seconds of one more token after a text of this length, bytes cached of the text, and these with "
         "the most that the token needs beside the weights",
-        "seed": 0,
-        "tokens": timed_tokens,
-        "batch": batch,
-        "dtype": str(next(iter(models.values())).dtype).removeprefix("torch."),
-        "device": device.type,
-        "models": entries,
-        "cheaper_from": compare(entries),
-    }
+        seed=0,
+        tokens=timed_tokens,
+        batch=batch,
+        dtype=str(next(iter(models.values())).dtype).removeprefix("torch."),
+        device=device.type,
+        models=costs,
+        cheaper_from=first_cheaper_from(costs),
+    )
 
 
-def cheaper_from(
-    points_base: Sequence[Mapping[str, Any]], points_converted: Sequence[Mapping[str, Any]], key: str
-) -> int | None:
-    """The first length from which the converted model costs less and goes on to, None if it does not end up so.
+def cheaper_from(points_base: Sequence[CostPoint], points_converted: Sequence[CostPoint], key: str) -> int | None:
+    """The length from which the converted model costs less at all longer lengths; None if there is none.
 
-    Between two measured lengths a cost is a straight line, as the bytes of full attention are; nothing is said outside
-    of them, so a model that is cheaper throughout is so from the smallest length measured.
+    Costs are interpolated linearly between two measured lengths, as the bytes of full attention grow. Nothing is
+    extrapolated, so a model that is always cheaper is so from the smallest length measured.
     """
-    base = {point["length"]: point[key] for point in points_base}
-    excess = sorted((p["length"], p[key] - base[p["length"]]) for p in points_converted if p["length"] in base)
-    dearer = [i for i, (_, difference) in enumerate(excess) if not difference < 0]
-    if not excess or not dearer:
+    base = {point.length: getattr(point, key) for point in points_base}
+    excess = sorted((p.length, getattr(p, key) - base[p.length]) for p in points_converted if p.length in base)
+    costlier = [i for i, (_, difference) in enumerate(excess) if not difference < 0]
+    if not excess or not costlier:
         return excess[0][0] if excess else None
-    if dearer[-1] == len(excess) - 1:
+    if costlier[-1] == len(excess) - 1:
         return None
-    (before, above), (after, below) = excess[dearer[-1] : dearer[-1] + 2]
+    (before, above), (after, below) = excess[costlier[-1] : costlier[-1] + 2]
     return min(after, math.floor(before + (after - before) * above / (above - below)) + 1)
 
 
-def kept_bytes(cache: Cache) -> int:
-    """Bytes that a cache holds of the text: states, keys and values."""
+def cached_bytes(cache: Cache) -> int:
+    """Bytes of a cache: states, keys and values."""
     if isinstance(cache, FastWeightsCache):
         return cache.nbytes + cache.attention_nbytes
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers if layer.is_initialized)
@@ -131,20 +140,22 @@ def stretched(model: Any, length: int) -> Any:
 
 def _check(models: Mapping[str, Any], lengths: Sequence[int], batch: int, timed_tokens: int) -> None:
     if not models:
-        raise ConfigError("decode_cost measures models by name, and found none")
+        raise ConfigError(Argument("models"), " must be models by name, found none")
     check_lengths(lengths)
     check_counts(batch=batch, timed_tokens=timed_tokens)
 
 
 def check_lengths(lengths: Sequence[int]) -> None:
     if not lengths or min(lengths) < 1:
-        raise ConfigError(f"lengths must be at least one text length of 1 or more tokens, found {list(lengths)}")
+        raise ConfigError(
+            Argument("lengths"), f" must be at least one text length of 1 or more tokens, found {list(lengths)}"
+        )
 
 
 def check_counts(**counts: int) -> None:
     for name, count in counts.items():
         if count < 1:
-            raise ConfigError(f"{name} must be at least 1, found {count}")
+            raise ConfigError(Argument(name), f" must be at least 1, found {count}")
 
 
 def _check_positions(models: Mapping[str, Any], shortest: int) -> None:
@@ -152,7 +163,9 @@ def _check_positions(models: Mapping[str, Any], shortest: int) -> None:
         if not _fits(model, shortest):
             raise ConfigError(
                 f"{name} has fewer learned positions than the {shortest} tokens that the shortest of the lengths needs "
-                "with the timed one: give shorter lengths, or stretch_positions=True"
+                "with the timed one: give shorter ",
+                Argument("lengths"),
+                ", or stretch_positions=True",
             )
 
 
@@ -179,7 +192,7 @@ def _contender(model: Any, length: int, batch: int) -> Contender:
     engine's step where it has one for the model, and else with the model's own forward."""
     check_room(_needed_bytes(model, length, batch), model.device)
     cache, token = _cache_after(model, length, batch), _random_tokens(model, batch, 1)
-    kept = kept_bytes(cache)
+    kept = cached_bytes(cache)
     if isinstance(cache, FastWeightsCache):
         decoder = make_decode_model(model, batch, max_length=length + 1)
         if decoder.static:
@@ -225,8 +238,8 @@ def _random_tokens(model: Any, batch: int, length: int) -> Tensor:
 
 def _cache_after(model: Any, length: int, batch: int) -> Cache:
     cache = None
-    for piece in _random_tokens(model, batch, length).split(PIECE, dim=1):
-        cache = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
+    for chunk in _random_tokens(model, batch, length).split(CHUNK, dim=1):
+        cache = model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
     return cache
 
 
@@ -272,10 +285,19 @@ def _no_mask(model: Any) -> Iterator[None]:
         config._attn_implementation = before
 
 
-def compare(entries: list[dict[str, Any]]) -> dict[str, int | None]:
-    """Of the first converted model against the first that is not; each converted entry gets its own as well."""
-    base = next((entry for entry in entries if not entry["converted"]), None)
-    for entry in entries:
-        if base is not None and entry["converted"]:
-            entry["cheaper_from"] = {key: cheaper_from(base["points"], entry["points"], key) for key in COMPARED}
-    return next((e["cheaper_from"] for e in entries if "cheaper_from" in e), dict.fromkeys(COMPARED))
+def compare(costs: Sequence[ModelCost]) -> list[ModelCost]:
+    """The same, each converted model with the lengths from which it is cheaper than the first that is not converted."""
+    base = next((cost for cost in costs if not cost.converted), None)
+    if base is None:
+        return list(costs)
+    return [
+        replace(cost, cheaper_from={key: cheaper_from(base.points, cost.points, key) for key in COMPARED})
+        if cost.converted
+        else cost
+        for cost in costs
+    ]
+
+
+def first_cheaper_from(costs: Sequence[ModelCost]) -> dict[str, int | None]:
+    """Those of the first model that was compared."""
+    return next((cost.cheaper_from for cost in costs if cost.cheaper_from is not None), dict.fromkeys(COMPARED))

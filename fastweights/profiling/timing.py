@@ -21,6 +21,8 @@ import torch
 from rich.filesize import decimal
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fastweights.results import CostPoint, ModelCost, SkippedLength
+
 Step = Callable[[], Any]
 REPLAYS = 20
 CAPTURE_WARM_UP = 3
@@ -46,11 +48,12 @@ class Conditions:
 
 @dataclass(frozen=True)
 class Contender:
-    """A step that generates one token, the bytes it keeps of the text before, and whether torch's attention is in it.
-    It may be run any number of times, and reads and writes the same places each time. The engine's is not compiled."""
+    """A step that generates one token, the bytes cached of the sequence before it, and whether it runs torch's
+    attention. It may be run any number of times, and reads and writes the same places each time. The engine's step is
+    not compiled."""
 
     step: Step
-    kept_bytes: int
+    cached_bytes: int
     attends: bool
     is_engine: bool = False
 
@@ -69,22 +72,25 @@ class Runner:
 class Findings:
     """What was measured of one contender at each length, and what could not be."""
 
-    points: list[dict[str, Any]] = field(default_factory=list)
-    left_out: list[dict[str, Any]] = field(default_factory=list)
+    points: list[CostPoint] = field(default_factory=list)
+    left_out: list[SkippedLength] = field(default_factory=list)
     ways: list[str] = field(default_factory=list)
 
-    def add(self, length: int, seconds: float, kept_bytes: int, peak_bytes: int, runner: Runner) -> None:
-        point = {"length": length, "seconds": seconds, "bytes": kept_bytes, "peak_bytes": peak_bytes}
-        self.points.append(point | ({"kernel": runner.kernel.name.lower()} if runner.kernel is not None else {}))
+    def add(self, length: int, seconds: float, cached_bytes: int, peak_bytes: int, runner: Runner) -> None:
+        kernel = None if runner.kernel is None else runner.kernel.name.lower()
+        self.points.append(
+            CostPoint(length=length, seconds=seconds, bytes=cached_bytes, peak_bytes=peak_bytes, kernel=kernel)
+        )
         self.ways.append(runner.how)
 
     def leave_out(self, length: int, reason: str) -> None:
-        self.left_out.append({"length": length, "reason": reason})
+        self.left_out.append(SkippedLength(length=length, reason=reason))
 
-    def entry(self, name: str, converted: bool) -> dict[str, Any]:
-        how = {"how": ", ".join(dict.fromkeys(self.ways))} if self.ways else {}
-        missing = {"left_out": self.left_out} if self.left_out else {}
-        return {"name": name, "converted": converted, **how, "points": self.points, **missing}
+    def cost(self, name: str, converted: bool, positions: str | None = None) -> ModelCost:
+        how = ", ".join(dict.fromkeys(self.ways)) or None
+        return ModelCost(
+            name=name, converted=converted, how=how, points=self.points, left_out=self.left_out, positions=positions
+        )
 
 
 def measure(
@@ -101,8 +107,8 @@ def measure(
     steps = {name: (made[name].step, runner.kernel) for name, runner in runners.items()}
     peaks = _each(steps, lambda pair: peak_bytes(pair[0], pair[1], conditions.device), length, found)
     for name, seconds in median_seconds({name: runners[name] for name in peaks}, conditions).items():
-        kept = made[name].kept_bytes
-        found[name].add(length, seconds, kept, kept + peaks[name], runners[name])
+        cached = made[name].cached_bytes
+        found[name].add(length, seconds, cached, cached + peaks[name], runners[name])
 
 
 def _each(things: Mapping[str, Any], do: Callable, length: int, found: Mapping[str, Findings]) -> dict[str, Any]:

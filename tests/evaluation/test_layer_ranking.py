@@ -127,27 +127,27 @@ def test_the_divergence_is_as_written_out(monkeypatch: pytest.MonkeyPatch) -> No
         for row, column in (batch["labels"][:, 1:] != -100).nonzero().tolist():
             wanted, found = (x[row, column].double().log_softmax(0) for x in (p, q))
             total, count = total + float((wanted.exp() * (wanted - found)).sum()), count + 1
-    assert rank_layers(student, teacher, inputs(), **QUIET)["kl"] == pytest.approx(total / count, rel=1e-5)
+    assert rank_layers(student, teacher, inputs(), **QUIET).kl == pytest.approx(total / count, rel=1e-5)
     monkeypatch.setattr("fastweights.training.chunked_loss.LOGITS_AT_ONCE", 3 * 61)
     monkeypatch.setattr(ranking, "BATCH_TOKENS", 20)
     parts = [part for batch in inputs() for part in batches_of(batch)]
     assert [len(part["labels"]) for part in parts] == [1, 1, 1, 1]
-    assert rank_layers(student, teacher, parts, **QUIET)["kl"] == pytest.approx(total / count, rel=1e-5)
+    assert rank_layers(student, teacher, parts, **QUIET).kl == pytest.approx(total / count, rel=1e-5)
 
 
 def test_a_spoiled_layer_comes_first_and_mends_the_model() -> None:
     student, teacher = nearly_the_base(), deep_base()
     spoil(student, {2: 0.3})
     found = rank_layers(student, teacher, inputs(), **QUIET)
-    first, *others = found["layers"]
-    assert first["layer"] == 2 and first["kl"] < 1e-6 * found["kl"]
-    assert sorted(row["layer"] for row in others) == [0, 1, 3]
-    assert [row["kl"] for row in found["layers"]] == sorted(row["kl"] for row in found["layers"])
-    for row in found["layers"]:
-        assert row["gain"] == pytest.approx(found["kl"] - row["kl"])
-        with restored(student, teacher, [row["layer"]]):
-            assert row["kl"] == pytest.approx(rank_layers(student, teacher, inputs(), **QUIET)["kl"], abs=1e-12)
-    assert (found["chosen"], found["kl_after"]) == ([], [])
+    first, *others = found.layers
+    assert first.layer == 2 and first.kl < 1e-6 * found.kl
+    assert sorted(row.layer for row in others) == [0, 1, 3]
+    assert [row.kl for row in found.layers] == sorted(row.kl for row in found.layers)
+    for row in found.layers:
+        assert row.gain == pytest.approx(found.kl - row.kl)
+        with restored(student, teacher, [row.layer]):
+            assert row.kl == pytest.approx(rank_layers(student, teacher, inputs(), **QUIET).kl, abs=1e-12)
+    assert (found.chosen, found.kl_after) == ([], [])
 
 
 def divergence(student: Any, teacher: Any, layers: list[int]) -> float:
@@ -167,20 +167,20 @@ def test_the_greedy_choice_is_the_best_beside_the_layers_chosen_before() -> None
     spoil(student, {0: 0.05, 1: 0.3, 2: 0.1, 3: 0.2})
     found = rank_layers(student, teacher, inputs(), keep=4, **QUIET)
     chosen: list[int] = []
-    for kl in found["kl_after"]:
+    for kl in found.kl_after:
         each = {i: divergence(student, teacher, [*chosen, i]) for i in range(4) if i not in chosen}
         chosen.append(min(each, key=lambda i: each[i]))
         assert kl == pytest.approx(each[chosen[-1]], rel=1e-5, abs=1e-9)
-    assert found["chosen"] == chosen and found["kl_after"][-1] == 0.0, "the last one is the base itself"
-    assert found["kl_after"][0] == found["layers"][0]["kl"]
+    assert found.chosen == chosen and found.kl_after[-1] == 0.0, "the last one is the base itself"
+    assert found.kl_after[0] == found.layers[0].kl
     fewer = rank_layers(student, teacher, inputs(), keep=2, **QUIET)
-    assert (fewer["chosen"], fewer["kl_after"]) == (chosen[:2], found["kl_after"][:2])
+    assert (fewer.chosen, fewer.kl_after) == (chosen[:2], found.kl_after[:2])
 
 
 def test_a_hybrid_can_be_ranked_further() -> None:
     teacher, hybrid = deep_base(), converted(deep_base(), layers=(0, 2, 3))
     found = rank_layers(hybrid, teacher, inputs(), keep=3, **QUIET)
-    assert sorted(found["chosen"]) == [0, 2, 3] and found["kl_after"][-1] == 0.0
+    assert sorted(found.chosen) == [0, 2, 3] and found.kl_after[-1] == 0.0
 
 
 def test_fitting_comes_first_and_is_taken_back() -> None:
@@ -190,7 +190,7 @@ def test_fitting_comes_first_and_is_taken_back() -> None:
     assert all(torch.equal(x, before[name]) for name, x in student.state_dict().items())
     fit_outputs(student, teacher, inputs(), "full")
     assert rank_layers(student, teacher, inputs(), **QUIET) == fitted
-    assert fitted["kl"] < 0.9 * plain["kl"]
+    assert fitted.kl < 0.9 * plain.kl
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2", "opt"])
@@ -199,7 +199,7 @@ def test_in_low_precision_too_all_layers_restored_are_the_base(family: str, monk
     monkeypatch.setattr(ranking, "autocast", lambda device: torch.autocast(device.type, torch.bfloat16))
     student, teacher = converted(pretrained(family)), pretrained(family)
     found = rank_layers(student, teacher, inputs(), keep=2, fit=True, **QUIET)
-    assert found["kl"] > 0.01 and found["kl_after"][-1] == 0.0
+    assert found.kl > 0.01 and found.kl_after[-1] == 0.0
 
 
 @pytest.mark.gpu
@@ -209,13 +209,13 @@ def test_a_gpu_finds_what_a_cpu_finds(family: str) -> None:
     student, teacher = converted(pretrained(family)), pretrained(family)
     expected = rank_layers(student, teacher, inputs(), fit=True, **QUIET)
     found = rank_layers(student.cuda(), teacher.cuda(), inputs(), keep=2, fit=True, **QUIET)
-    assert found["kl"] == pytest.approx(expected["kl"], rel=0.1) and found["kl_after"][-1] < 1e-3 * found["kl"]
+    assert found.kl == pytest.approx(expected.kl, rel=0.1) and found.kl_after[-1] < 1e-3 * found.kl
 
 
 def test_numbers_that_overflow_are_no_ranking() -> None:
     student = converted(pretrained("gpt2"))
     spoil(student, {1: math.inf})
-    with pytest.raises(RankingError, match=r"nan with nothing restored: .* \(--fit\), or train it"):
+    with pytest.raises(RankingError, match=r"nan with nothing restored: .* first, fit, or train it"):
         rank_layers(student, pretrained("gpt2"), inputs(), **QUIET)
 
 
@@ -224,8 +224,8 @@ def test_teachers_that_cannot_be_the_base() -> None:
     eager = pretrained("gpt2")
     eager.set_attn_implementation("eager")
     for other, reason in (
-        (pretrained("llama"), "the teacher is a LlamaForCausalLM: give the GPT2LMHeadModel that"),
-        (converted(pretrained("gpt2")), "the teacher is a FastWeightsGPT2LMHeadModel: give"),
+        (pretrained("llama"), "teacher is a LlamaForCausalLM: give the GPT2LMHeadModel that"),
+        (converted(pretrained("gpt2")), "teacher is a FastWeightsGPT2LMHeadModel: give"),
         (pretrained("gpt2").double(), "has dtype torch.float64, the converted model torch.float32: load both alike"),
         (eager, "has attn_implementation eager, the converted model sdpa"),
     ):
@@ -233,7 +233,7 @@ def test_teachers_that_cannot_be_the_base() -> None:
             rank_layers(student, other, inputs(), **QUIET)
     with pytest.raises(RankingError, match="a GPT2LMHeadModel is not converted"):
         rank_layers(teacher, teacher, inputs(), **QUIET)
-    with pytest.raises(RankingError, match="--keep 3: choose from 0 to 2"):
+    with pytest.raises(RankingError, match="keep 3: choose from 0 to 2"):
         rank_layers(student, teacher, inputs(), keep=3, **QUIET)
     with pytest.raises(RankingError, match="no next tokens to compare"):
         rank_layers(student, teacher, [], **QUIET)
@@ -357,7 +357,7 @@ def test_errors_name_the_flag(folder: Path, tmp_path: Path) -> None:
         ([folder, *text, "--tokens", 20, "--length", 30], "--tokens 20 are fewer than one row: give at least --length"),
         ([folder, *text, "--output", "none/x.json"], "--output none/x.json cannot be written"),
         ([folder, *text, "--device", "abc"], "--device abc cannot be used here"),
-        ([folder, *text, "--teacher", "none/or/so"], "--teacher no folder at none/or/so"),
+        ([folder, *text, "--teacher", "none/or/so"], "--teacher: no folder at none/or/so"),
         ([folder, *text, "--teacher", folder], f"--teacher {folder} is a FastWeightsGPT2LMHeadModel: give the GPT2LMH"),
     ):
         assert reason in error_of(*arguments), arguments
@@ -372,9 +372,9 @@ def test_teachers_of_another_size_or_none(folder: Path, tmp_path: Path) -> None:
     assert "(vocabulary 61, 2 layers," in found
     (tmp_path / "base").rename("moved")
     found = error_of(folder, "--data", "text.txt")
-    assert f"the base of {folder}, which --teacher can name, is not found: no folder at {tmp_path}/base" in found
+    assert f"the base of {folder} is not found, name it with --teacher: no folder at {tmp_path}/base" in found
     assert run(folder, "--data", "text.txt", "--teacher", "moved").exit_code == 0
     save(converted(pretrained("gpt2")), "unnamed")
     found = error_of("unnamed", "--data", "text.txt")
-    assert found == "unnamed does not say which model it was converted from: name that one with --teacher"
+    assert found == "unnamed does not say which model it was converted from: name it, --teacher"
     assert "unnamed has no tokenizer" in error_of("unnamed", "--data", "text.txt", "--teacher", "moved")

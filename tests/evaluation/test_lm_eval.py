@@ -21,8 +21,10 @@ from helpers.tiny import pretrained
 
 from fastweights import FastWeightsConfig
 from fastweights.conversion import convert
-from fastweights.evaluation.lm_eval import LOCAL_TASKS, EvaluationError, check_tasks, rolling_perplexity, run_tasks
-from fastweights.evaluation.perplexity import _windows, evaluate, perplexity
+from fastweights.evaluation.forward import EvaluationError
+from fastweights.evaluation.lm_eval import LOCAL_TASKS, check_tasks, rolling_perplexity, run_tasks
+from fastweights.evaluation.perplexity import _windows, perplexity
+from fastweights.evaluation.suite import evaluate
 from fastweights.utils.errors import CheckpointError
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'fastweights[eval]'")
@@ -130,7 +132,7 @@ def test_perplexity_is_lm_evals(model: Any, text: str) -> None:
 def test_rolling_perplexity_needs_a_first_token() -> None:
     bare = tokenizer()
     bare.bos_token = None
-    with pytest.raises(EvaluationError, match="neither a bos nor an eos"):
+    with pytest.raises(EvaluationError, match="needs a bos or eos token"):
         rolling_perplexity(converted(), bare, TEXT, 16)
     with pytest.raises(CheckpointError, match="has no tokenizer"):
         rolling_perplexity(converted(), None, TEXT, 16)
@@ -138,7 +140,7 @@ def test_rolling_perplexity_needs_a_first_token() -> None:
 
 @pytest.mark.parametrize("model", (pretrained("llama"), converted()), ids=("base", "converted"))
 def test_all_tasks_on_local_files(model: Any, folder: Path) -> None:
-    found = run_tasks(model, tokenizer(), list(LOCAL_TASKS), folder=folder, limit=2)
+    found = run_tasks(model, tokenizer(), list(LOCAL_TASKS), task_folder=folder, limit=2)
     assert set(found) == set(LOCAL_TASKS)
     assert set(found["lambada"]) == {"acc", "acc_stderr", "perplexity", "perplexity_stderr"}
     assert set(found["winogrande"]) == {"acc", "acc_stderr"}
@@ -158,7 +160,7 @@ def likelihood(model: Any, context: str, answer: str) -> float:
 
 def test_numbers_are_what_the_tasks_define(folder: Path) -> None:
     model = converted()
-    found = run_tasks(model, tokenizer(), ["lambada", "piqa", "winogrande"], folder=folder)
+    found = run_tasks(model, tokenizer(), ["lambada", "piqa", "winogrande"], task_folder=folder)
     words = [item["text"].rpartition(" ") for item in ITEMS["lambada_openai"]]
     scores = [likelihood(model, context, f" {word}") for context, _, word in words]
     assert found["lambada"]["perplexity"] == pytest.approx(math.exp(-sum(scores) / 3), rel=1e-4)
@@ -171,8 +173,8 @@ def test_numbers_are_what_the_tasks_define(folder: Path) -> None:
 
 
 def test_limit(folder: Path) -> None:
-    first = run_tasks(converted(), tokenizer(), ["piqa"], folder=folder, limit=1)
-    both = run_tasks(converted(), tokenizer(), ["piqa", "piqa"], folder=folder, limit=2)
+    first = run_tasks(converted(), tokenizer(), ["piqa"], task_folder=folder, limit=1)
+    both = run_tasks(converted(), tokenizer(), ["piqa", "piqa"], task_folder=folder, limit=2)
     assert first["piqa"]["acc"] in (0.0, 1.0) and both["piqa"]["acc"] == 0.5
 
 
@@ -185,7 +187,7 @@ def test_nothing_is_left_behind(
     tokens.pad_token = None
     torch.manual_seed(5), random.seed(5), np.random.seed(5)
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    run_tasks(model, tokens, ["lambada"], folder=folder, limit=2, progress=True)
+    run_tasks(model, tokens, ["lambada"], task_folder=folder, limit=2, progress=True)
     after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     assert torch.equal(states[0], after[0]) and states[1:] == after[1:]
     assert all(module.training for module in model.modules())
@@ -195,22 +197,22 @@ def test_nothing_is_left_behind(
 
 
 def test_a_learned_position_table_cuts_texts(folder: Path) -> None:
-    assert run_tasks(converted("gpt2"), tokenizer(), ["lambada"], folder=folder, length=20)["lambada"]["acc"] <= 1
-    with pytest.raises(EvaluationError, match="an answer has 21 tokens: allow more than length 8"):
-        run_tasks(converted("gpt2"), tokenizer(), ["hellaswag"], folder=folder, length=8)
+    assert run_tasks(converted("gpt2"), tokenizer(), ["lambada"], task_folder=folder, length=20)["lambada"]["acc"] <= 1
+    with pytest.raises(EvaluationError, match="a continuation has 21 tokens: allow more than length 8"):
+        run_tasks(converted("gpt2"), tokenizer(), ["hellaswag"], task_folder=folder, length=8)
 
 
 def test_evaluate_runs_tasks(folder: Path) -> None:
     models = {"decay": (converted(), tokenizer())}
     found = evaluate(models, tasks=["arc_easy"], task_folder=folder, limit=2, progress=False)
-    assert found["models"][0]["tasks"]["arc_easy"]["acc"] in (0.0, 1.0)
-    assert found["settings"]["tasks"] == ["arc_easy"] and str(folder) not in json.dumps(found)
-    with pytest.raises(EvaluationError, match="--tasks nonsense"):
+    assert found.models[0].tasks["arc_easy"]["acc"] in (0.0, 1.0)
+    assert found.settings["tasks"] == ["arc_easy"] and str(folder) not in json.dumps(found.to_dict())
+    with pytest.raises(EvaluationError, match="tasks nonsense"):
         evaluate(models, tasks=["nonsense"], task_folder=folder, progress=False)
 
 
 def test_tasks_that_are_not_there(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(EvaluationError, match=r"--tasks mmlu: .* known are lambada, hellaswag, piqa, arc_easy"):
+    with pytest.raises(EvaluationError, match=r"tasks mmlu: .* known are lambada, hellaswag, piqa, arc_easy"):
         check_tasks(["lambada", "mmlu"], folder)
     (folder / "piqa_val.jsonl.xz").unlink()
     with pytest.raises(EvaluationError, match=r"no piqa_val.jsonl or piqa_val.jsonl.xz in .*: found .*hellaswag_val"):
@@ -231,16 +233,16 @@ def test_items_that_cannot_be_read(folder: Path, line: str, said: str) -> None:
     (folder / "winogrande_val.jsonl.xz").unlink()
     (folder / "winogrande_val.jsonl").write_text(json.dumps(ITEMS["winogrande_val"][0]) + "\n" + line + "\n")
     with pytest.raises(EvaluationError, match=f"winogrande_val.jsonl, line 2: not an item of winogrande, {said}"):
-        run_tasks(converted(), tokenizer(), ["winogrande"], folder=folder)
-    assert run_tasks(converted(), tokenizer(), ["winogrande"], folder=folder, limit=1)
+        run_tasks(converted(), tokenizer(), ["winogrande"], task_folder=folder)
+    assert run_tasks(converted(), tokenizer(), ["winogrande"], task_folder=folder, limit=1)
 
 
 def test_files_that_cannot_be_read(folder: Path) -> None:
     with pytest.raises(EvaluationError, match="no items to run"):
-        run_tasks(converted(), tokenizer(), ["winogrande"], folder=folder, limit=0)
+        run_tasks(converted(), tokenizer(), ["winogrande"], task_folder=folder, limit=0)
     (folder / "piqa_val.jsonl.xz").write_bytes(lzma.compress(b"{}")[:-9])
     with pytest.raises(EvaluationError, match=r"piqa_val.jsonl.xz cannot be read: Compressed file ended"):
-        run_tasks(converted(), tokenizer(), ["piqa"], folder=folder)
+        run_tasks(converted(), tokenizer(), ["piqa"], task_folder=folder)
 
 
 def test_stock_tasks_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,9 +254,9 @@ def test_stock_tasks_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(harness, "_stock_tasks", lambda: SimpleNamespace(task_index=("piqa", "hellaswag")))
     monkeypatch.setattr(lm_eval, "simple_evaluate", offline)
-    with pytest.raises(EvaluationError, match="--tasks hellaswg: lm-eval has no such task; near it are hellaswag"):
+    with pytest.raises(EvaluationError, match="tasks hellaswg: lm-eval has no such task; near it are hellaswag"):
         check_tasks(["hellaswg"])
-    with pytest.raises(EvaluationError, match=r"reach 'baber/piqa' on the Hub; .*--task-folder") as error:
+    with pytest.raises(EvaluationError, match=r"reach 'baber/piqa' on the Hub; .*task_folder") as error:
         run_tasks(converted(), tokenizer(), ["piqa"])
     assert "\n" not in str(error.value)
 

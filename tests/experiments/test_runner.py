@@ -126,7 +126,7 @@ def test_run_matches_convert_train_and_eval(files: Files, compared: tuple[Any, .
     best = alone / "best"
     text = files.validation.read_text().replace("\n<|endoftext|>\n", "\n\n")
     measured = perplexity(load(best), load_tokenizer(best), text, length=32, progress=False)
-    assert result["tests"] == [{"data": "validation.txt"} | measured.to_dict()]
+    assert result["tests"] == [measured.row("validation.txt").to_dict()]
 
 
 def test_tests_are_measured_in_the_precision_of_the_recipe(files: Files, tmp_path: Path) -> None:
@@ -137,9 +137,10 @@ def test_tests_are_measured_in_the_precision_of_the_recipe(files: Files, tmp_pat
     found = []
     for arithmetic in (torch.autocast("cpu", torch.bfloat16), nullcontext()):
         with arithmetic:
-            found.append(perplexity(load(best), load_tokenizer(best), text, length=32, progress=False).to_dict())
+            measured = perplexity(load(best), load_tokenizer(best), text, length=32, progress=False)
+            found.append(measured.row("validation.txt").to_dict())
     assert found[0]["token"] != found[1]["token"]
-    assert result_of(tmp_path, "one")["tests"] == [{"data": "validation.txt"} | found[0]]
+    assert result_of(tmp_path, "one")["tests"] == [found[0]]
 
 
 def test_models_of_finished_runs_are_deleted(files: Files, compared: tuple[Any, ...]) -> None:

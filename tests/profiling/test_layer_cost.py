@@ -1,4 +1,4 @@
-"""The layer of Figure 1: what is timed is what it is said to be, and what is kept of a text is counted."""
+"""The layer of Figure 1: what is timed is what it is said to be, and what is cached is counted."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from fastweights.config import ConfigError
 from fastweights.profiling import timing
 from fastweights.profiling.layer_cost import AttentionLayer, RuleLayer, Shape, layer_cost
+from fastweights.results import CostPoint, CostResult, SkippedLength
 from fastweights.rules import RULES, loop
 from fastweights.rules.feature_maps import sum_normalize
 
@@ -29,12 +30,12 @@ def tokens(length: int) -> Tensor:
     return torch.randn(B, length, H * D, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 
 
-def cost(lengths: tuple[int, ...] = (4, 8), **options: Any) -> dict[str, Any]:
+def cost(lengths: tuple[int, ...] = (4, 8), **options: Any) -> CostResult:
     return layer_cost(lengths, **dict(batch=B, heads=H, d=D, m=M, turns=2, progress=False) | options)
 
 
-def points_of(result: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    return next(entry["points"] for entry in result["models"] if entry["name"] == name)
+def points_of(result: CostResult, name: str) -> list[CostPoint]:
+    return next(entry.points for entry in result.models if entry.name == name)
 
 
 def test_the_step_with_a_static_cache_is_full_attention() -> None:
@@ -67,14 +68,14 @@ def test_steps_of_a_rule_are_its_loop(rule: str) -> None:
 
 def test_bytes_of_attention_grow_and_those_of_rules_do_not() -> None:
     result = cost((4, 8, 12), rules=("delta", "decay"))
-    assert [entry["name"] for entry in result["models"]] == ["attention", "delta", "decay"]
-    assert [p["bytes"] for p in points_of(result, "attention")] == [2 * B * H * n * D * 4 for n in (4, 8, 12)]
+    assert [entry.name for entry in result.models] == ["attention", "delta", "decay"]
+    assert [p.bytes for p in points_of(result, "attention")] == [2 * B * H * n * D * 4 for n in (4, 8, 12)]
     for rule in ("delta", "decay"):
-        assert [p["bytes"] for p in points_of(result, rule)] == [B * H * D * M * 4] * 3
-        assert len({p["peak_bytes"] for p in points_of(result, rule)}) == 1
-    for entry in result["models"]:
-        assert all(p["peak_bytes"] > p["bytes"] and p["seconds"] > 0 for p in entry["points"])
-    assert result["models"][1]["cheaper_from"]["bytes"] == 4
+        assert [p.bytes for p in points_of(result, rule)] == [B * H * D * M * 4] * 3
+        assert len({p.peak_bytes for p in points_of(result, rule)}) == 1
+    for entry in result.models:
+        assert all(p.peak_bytes > p.bytes and p.seconds > 0 for p in entry.points)
+    assert result.models[1].cheaper_from["bytes"] == 4
 
 
 def test_the_peak_is_what_a_step_makes_at_once() -> None:
@@ -89,14 +90,14 @@ def test_the_peak_is_what_a_step_makes_at_once() -> None:
 
 def test_the_result_says_what_it_is() -> None:
     result = cost((8, 4))
-    assert (result["kind"], result["level"], result["tokens"]) == ("cost", "layer", 2)
-    assert {n: result[n] for n in ("batch", "heads", "d", "m")} == {"batch": B, "heads": H, "d": D, "m": M}
-    assert (result["dtype"], result["device"]) == ("float32", "cpu")
-    attention, decay, delta = result["models"]
-    assert not attention["converted"] and decay["converted"] and delta["converted"]
-    assert [p["length"] for p in attention["points"]] == [4, 8]
-    assert attention["how"] == "eager" and "left_out" not in attention
-    assert set(result["cheaper_from"]) == {"seconds", "bytes", "peak_bytes"}
+    assert (result.kind, result.level, result.tokens) == ("cost", "layer", 2)
+    assert (result.batch, result.heads, result.d, result.m) == (B, H, D, M)
+    assert (result.dtype, result.device) == ("float32", "cpu")
+    attention, decay, delta = result.models
+    assert not attention.converted and decay.converted and delta.converted
+    assert [p.length for p in attention.points] == [4, 8]
+    assert attention.how == "eager" and attention.left_out == []
+    assert set(result.cheaper_from) == {"seconds", "bytes", "peak_bytes"}
 
 
 def test_contenders_take_turns_and_settle(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,12 +133,12 @@ def test_a_length_that_does_not_fit_is_left_out(error: Exception, reason: str, m
 
     monkeypatch.setattr(AttentionLayer, "__init__", full)
     result = cost((4, 8, 16))
-    attention = result["models"][0]
-    assert [p["length"] for p in attention["points"]] == [4]
-    assert [missing["length"] for missing in attention["left_out"]] == [8, 16]
-    assert all("out of memory: " in m["reason"] and reason in m["reason"] for m in attention["left_out"])
-    assert "\n" not in attention["left_out"][0]["reason"]
-    assert [p["length"] for p in points_of(result, "decay")] == [4, 8, 16]
+    attention = result.models[0]
+    assert [p.length for p in attention.points] == [4]
+    assert [missing.length for missing in attention.left_out] == [8, 16]
+    assert all("out of memory: " in m.reason and reason in m.reason for m in attention.left_out)
+    assert "\n" not in attention.left_out[0].reason
+    assert [p.length for p in points_of(result, "decay")] == [4, 8, 16]
 
 
 def test_a_step_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,15 +146,15 @@ def test_a_step_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(AttentionLayer, "step", full)
-    attention = cost()["models"][0]
-    assert attention["points"] == [] and attention["left_out"][1] == {"length": 8, "reason": "out of memory: no room"}
+    attention = cost().models[0]
+    assert attention.points == [] and attention.left_out[1] == SkippedLength(length=8, reason="out of memory: no room")
 
 
 def test_memory_of_a_cpu_is_asked_for_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 3_000_000}))
-    attention = cost((4, 100_000))["models"][0]
-    assert [p["length"] for p in attention["points"]] == [4]
-    assert attention["left_out"][0]["reason"] == "out of memory: 9.6 MB are needed and 3.0 MB are free"
+    attention = cost((4, 100_000)).models[0]
+    assert [p.length for p in attention.points] == [4]
+    assert attention.left_out[0].reason == "out of memory: 9.6 MB are needed and 3.0 MB are free"
 
 
 def test_another_error_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,6 +232,6 @@ ENABLED = {
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_every_contender_is_captured() -> None:
     result = layer_cost((128, 4096), device="cuda", turns=2, progress=False)
-    assert [entry["how"] for entry in result["models"]] == ["CUDA graph"] * 3
-    assert all(point["kernel"] for point in points_of(result, "attention"))
-    assert all(p["peak_bytes"] > p["bytes"] for entry in result["models"] for p in entry["points"])
+    assert [entry.how for entry in result.models] == ["CUDA graph"] * 3
+    assert all(point.kernel for point in points_of(result, "attention"))
+    assert all(p.peak_bytes > p.bytes for entry in result.models for p in entry.points)

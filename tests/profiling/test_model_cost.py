@@ -15,24 +15,25 @@ from fastweights.profiling import model_cost as profiling
 from fastweights.profiling.model_cost import STRETCHED, cheaper_from, decode_cost, stretched
 from fastweights.report.cost import cost_panel
 from fastweights.report.results import Result
+from fastweights.results import CostPoint, CostResult, SkippedLength
 
-Points = list[dict[str, Any]]
+Points = list[CostPoint]
 
 
 def converted(family: str, **settings: Any) -> Any:
     return convert(pretrained(family), FastWeightsConfig(**dict(m=8) | settings))
 
 
-def cost(models: dict[str, Any], lengths: tuple[int, ...], **options: Any) -> dict[str, Any]:
+def cost(models: dict[str, Any], lengths: tuple[int, ...], **options: Any) -> CostResult:
     return decode_cost(models, lengths, timed_tokens=2, progress=False, **options)
 
 
-def points_of(result: dict[str, Any], name: str) -> Points:
-    return next(entry["points"] for entry in result["models"] if entry["name"] == name)
+def points_of(result: CostResult, name: str) -> Points:
+    return next(entry.points for entry in result.models if entry.name == name)
 
 
 def curve(*pairs: tuple[int, float]) -> Points:
-    return [{"length": length, "seconds": value} for length, value in pairs]
+    return [CostPoint(length=length, seconds=value, bytes=0) for length, value in pairs]
 
 
 def test_bytes_are_the_state_and_the_keys_and_values() -> None:
@@ -40,33 +41,33 @@ def test_bytes_are_the_state_and_the_keys_and_values() -> None:
     result = cost({"base": base, "decay": decay}, (20, 10))
     config = base.config
     token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
-    assert [(p["length"], p["bytes"]) for p in points_of(result, "base")] == [
+    assert [(p.length, p.bytes) for p in points_of(result, "base")] == [
         (10, 10 * token_bytes),
         (20, 20 * token_bytes),
     ]
     with torch.no_grad():
         cache = decay(tokens(1, 20), use_cache=True).past_key_values
-    assert {p["bytes"] for p in points_of(result, "decay")} == {cache.nbytes} == {describe(decay).state_bytes}
-    assert all(p["seconds"] > 0 for name in ("base", "decay") for p in points_of(result, name))
+    assert {p.bytes for p in points_of(result, "decay")} == {cache.nbytes} == {describe(decay).state_bytes}
+    assert all(p.seconds > 0 for name in ("base", "decay") for p in points_of(result, name))
 
 
 def test_a_hybrid_keeps_both() -> None:
     hybrid = converted("gpt2", layers=(1,))
     result = cost({"hybrid": hybrid}, (10,))
     [point] = points_of(result, "hybrid")
-    assert result["models"][0]["how"] == "engine"
-    assert point["bytes"] == describe(hybrid).state_bytes + 10 * 2 * 32 * 4
+    assert result.models[0].how == "engine"
+    assert point.bytes == describe(hybrid).state_bytes + 10 * 2 * 32 * 4
 
 
 def test_a_long_text_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastweights.profiling.model_cost.PIECE", 8)
+    monkeypatch.setattr("fastweights.profiling.model_cost.CHUNK", 8)
     base = pretrained("llama")
     read: list[int] = []
     base.register_forward_pre_hook(lambda _, args: read.append(args[0].shape[1]))
     whole = points_of(cost({"base": base}, (20,)), "base")
     assert read == [8, 8, 4, 1, 1, 1]
     monkeypatch.undo()
-    assert points_of(cost({"base": pretrained("llama")}, (20,)), "base")[0]["bytes"] == whole[0]["bytes"]
+    assert points_of(cost({"base": pretrained("llama")}, (20,)), "base")[0].bytes == whole[0].bytes
 
 
 def test_models_take_turns() -> None:
@@ -80,20 +81,20 @@ def test_models_take_turns() -> None:
 
 def test_the_result_says_what_it_is() -> None:
     result = cost({"base": pretrained("llama"), "decay": converted("llama")}, (1, 2, 400))
-    assert (result["kind"], result["seed"], result["tokens"]) == ("cost", 0, 2)
-    assert [entry["converted"] for entry in result["models"]] == [False, True]
+    assert (result.kind, result.seed, result.tokens) == ("cost", 0, 2)
+    assert [entry.converted for entry in result.models] == [False, True]
     # 256 bytes of keys and values a token, a state of 2048 bytes: smaller from the ninth token on
-    assert result["cheaper_from"]["bytes"] == 9
-    assert result["models"][1]["cheaper_from"] == result["cheaper_from"]
-    assert cost({"decay": converted("llama")}, (2,))["cheaper_from"] == dict.fromkeys(profiling.COMPARED)
+    assert result.cheaper_from["bytes"] == 9
+    assert result.models[1].cheaper_from == result.cheaper_from
+    assert cost({"decay": converted("llama")}, (2,)).cheaper_from == dict.fromkeys(profiling.COMPARED)
 
 
 def test_a_circle_marks_where_the_peak_is_smaller() -> None:
     result = cost({"base": pretrained("llama"), "decay": converted("llama")}, (1, 400))
     start = cheaper_from(points_of(result, "base"), points_of(result, "decay"), "peak_bytes")
     assert start is not None and 1 < start < 400
-    assert result["cheaper_from"]["peak_bytes"] == result["models"][1]["cheaper_from"]["peak_bytes"] == start
-    [(length, _)] = cost_panel(Result("", result), "peak_bytes").circles
+    assert result.cheaper_from["peak_bytes"] == result.models[1].cheaper_from["peak_bytes"] == start
+    [(length, _)] = cost_panel(Result("", result.to_dict()), "peak_bytes").circles
     assert length == start
 
 
@@ -138,20 +139,20 @@ def test_a_step_makes_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_peak_is_what_is_kept_and_what_a_token_needs() -> None:
     models = {"base": pretrained("llama"), "decay": converted("llama", window=5)}
-    for entry in cost(models, (10, 200))["models"]:
-        needs = [point["peak_bytes"] - point["bytes"] for point in entry["points"]]
+    for entry in cost(models, (10, 200)).models:
+        needs = [point.peak_bytes - point.bytes for point in entry.points]
         # a cache that grows by copying would need as much again as it keeps
         assert 0 < needs[0] <= needs[1] < 2 * needs[0]
-        assert entry["how"] == ("engine" if entry["converted"] else "eager")
+        assert entry.how == ("engine" if entry.converted else "eager")
 
 
 def test_texts_side_by_side() -> None:
     models = {"base": pretrained("llama"), "decay": converted("llama")}
     one, three = (cost(models, (10,), batch=batch) for batch in (1, 3))
-    assert three["batch"] == 3
+    assert three.batch == 3
     for name in models:
         [alone], [together] = points_of(one, name), points_of(three, name)
-        assert together["bytes"] == 3 * alone["bytes"]
+        assert together.bytes == 3 * alone.bytes
 
 
 def test_the_text_is_random(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,25 +173,25 @@ def test_a_length_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch)
     base = pretrained("llama")
     monkeypatch.setattr(profiling, "_cache_after", full)
     result = cost({"base": base, "decay": converted("llama")}, (10, 20))
-    assert [p["length"] for p in points_of(result, "base")] == [10]
-    assert result["models"][0]["left_out"] == [
-        {"length": 20, "reason": "out of memory: CUDA out of memory. Tried to allocate 9 GiB."}
+    assert [p.length for p in points_of(result, "base")] == [10]
+    assert result.models[0].left_out == [
+        SkippedLength(length=20, reason="out of memory: CUDA out of memory. Tried to allocate 9 GiB.")
     ]
-    assert [p["length"] for p in points_of(result, "decay")] == [10, 20]
+    assert [p.length for p in points_of(result, "decay")] == [10, 20]
 
 
 def test_memory_of_a_cpu_is_asked_for_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 10_000}))
     models = {"base": pretrained("llama"), "decay": converted("llama"), "hybrid": converted("llama", layers=(1,))}
-    base, decay, hybrid = cost(models, (10, 30, 400))["models"]
+    base, decay, hybrid = cost(models, (10, 30, 400)).models
     # 256 bytes a token, of which the hybrid keeps half beside a state of 1024, three times while its engine is filled
-    assert [p["length"] for p in base["points"]] == [10, 30]
-    assert base["left_out"] == [
-        {"length": 400, "reason": "out of memory: 102.7 kB are needed and 10.0 kB are free"},
+    assert [p.length for p in base.points] == [10, 30]
+    assert base.left_out == [
+        SkippedLength(length=400, reason="out of memory: 102.7 kB are needed and 10.0 kB are free"),
     ]
-    assert [p["length"] for p in decay["points"]] == [10, 30, 400] and "left_out" not in decay
-    assert [p["length"] for p in hybrid["points"]] == [10]
-    assert hybrid["left_out"][0]["reason"] == "out of memory: 15.0 kB are needed and 10.0 kB are free"
+    assert [p.length for p in decay.points] == [10, 30, 400] and decay.left_out == []
+    assert [p.length for p in hybrid.points] == [10]
+    assert hybrid.left_out[0].reason == "out of memory: 15.0 kB are needed and 10.0 kB are free"
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "gemma3_text"])  # the last two have windows of 7
@@ -198,7 +199,7 @@ def test_the_memory_asked_for_is_what_is_kept(family: str) -> None:
     hybrid, base = converted(family, window=5, layers=(0,)), pretrained(family)
     for model, copies in ((base, 1), (hybrid, 3)):
         with torch.no_grad():
-            kept = profiling.kept_bytes(profiling._cache_after(model, 21, batch=2))
+            kept = profiling.cached_bytes(profiling._cache_after(model, 21, batch=2))
         assert profiling._needed_bytes(model, 20, batch=2) == copies * kept
 
 
@@ -213,12 +214,12 @@ def test_training_mode_comes_back() -> None:
 def test_lengths_past_a_position_table_are_left_out_or_stretched(family: str) -> None:
     models = {"base": pretrained(family), "decay": converted(family), "clamp": converted(family, positions="clamp")}
     result = cost(models, (90, 120))  # the tables have 96 rows
-    assert [[p["length"] for p in points_of(result, name)] for name in models] == [[90], [90], [90, 120]]
-    assert result["models"][0]["left_out"] == [{"length": 120, "reason": "the position table ends at 96"}]
+    assert [[p.length for p in points_of(result, name)] for name in models] == [[90], [90], [90, 120]]
+    assert result.models[0].left_out == [SkippedLength(length=120, reason="the position table ends at 96")]
     result = cost(models, (90, 250), stretch_positions=True)
-    assert [[p["length"] for p in points_of(result, name)] for name in models] == [[90, 250]] * 3
-    assert [entry.get("positions") for entry in result["models"]] == [STRETCHED, STRETCHED, None]
-    short, long = (p["bytes"] for p in points_of(result, "base"))
+    assert [[p.length for p in points_of(result, name)] for name in models] == [[90, 250]] * 3
+    assert [entry.positions for entry in result.models] == [STRETCHED, STRETCHED, None]
+    short, long = (p.bytes for p in points_of(result, "base"))
     assert long * 90 == short * 250
 
 

@@ -1,0 +1,145 @@
+"""The recall probe: does a model remember what it read `distance` tokens ago? It is asked in random tokens.
+
+Shapes: S samples, T tokens, V vocabulary.   shown, filler, sequences [S,T]   logits [S,T,V]
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastweights.evaluation.forward import EvaluationError, call_model, check_length
+from fastweights.modeling.modes import evaluating
+from fastweights.modeling.positions import position_limit
+from fastweights.results import Recall, RecallRow
+from fastweights.utils.progress import track
+
+DISTANCES = (16, 32, 64, 128, 256, 512)
+COPIED = 16
+
+
+def recall_probe(
+    model: Any,
+    *,
+    distances: Sequence[int] | None = None,
+    pairs: int = 8,
+    samples: int = 64,
+    vocabulary: Sequence[int] | None = None,
+    seed: int = 0,
+    batch_size: int = 8,
+    progress: bool = True,
+) -> Recall:
+    """Measure how often a model recalls what it read some tokens before.
+
+    pairs: Keys, each followed by its value, then filler, then one of the keys again. Is its value the likeliest of the
+    values shown? copy: A segment, filler, the segment again. Is each token of the repetition's second half the
+    likeliest of all? The filler is random tokens, too, which a state must store as it stores any text; the same
+    newline again and again would be one single key.
+
+    Args:
+        model: Any causal model.
+        distances: Tokens between an item and its repetition; by default 16 to 512, as far as there are positions.
+        pairs: Keys with values in a sequence.
+        samples: Sequences for each distance.
+        vocabulary: Token ids to draw from; by default the middle half of all ids. Tokenizers number tokens by
+            frequency, so these are neither bytes and stop words nor the rarest tokens.
+        seed: Of the random tokens.
+        batch_size: Sequences in a forward pass.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        The accuracies of both probes by distance, with that of guessing.
+
+    Raises:
+        EvaluationError: If there are too few positions or tokens, or the model's output is not a number.
+    """
+    ids = torch.tensor(ordinary_tokens(model) if vocabulary is None else vocabulary)
+    needed = max(2 * pairs, COPIED)
+    longest = position_limit(model) or math.inf
+    if distances is None:
+        distances = [distance for distance in DISTANCES if needed <= distance <= longest - needed]
+    if not distances or min(distances) < needed or len(ids) <= needed:
+        raise EvaluationError(
+            f"{pairs} pairs need distances of at least {needed} tokens and a vocabulary of more than {needed}, "
+            f"found distances {list(distances)} and {len(ids)} tokens"
+        )
+    check_length(model, max(distances) + needed, "sequences of")
+    found = Recall(pairs=[], copy=[])
+    read = functools.partial(_read, model, batch_size)
+    with evaluating(model):
+        for distance in track(distances, "recall", enabled=progress):
+            draw = functools.partial(_draw, ids, samples, torch.Generator().manual_seed(seed))
+            found.pairs.append(_recall_pairs(draw, read, distance, pairs))
+            found.copy.append(_recall_copy(draw, read, distance, chance=1 / len(ids)))
+    return found
+
+
+def ordinary_tokens(model: Any, tokenizer: Any = None) -> list[int]:
+    """The middle half of the vocabulary without special tokens."""
+    size = getattr(getattr(model, "config", None), "vocab_size", None)
+    if size is None:
+        raise EvaluationError(f"{type(model).__name__} has no vocab_size in its config: pass vocabulary=")
+    special = {*_special_tokens(model, "bos", "eos", "pad"), *getattr(tokenizer, "all_special_ids", ())}
+    return [token for token in range(size // 4, size * 3 // 4) if token not in special]
+
+
+def _special_tokens(model: Any, *names: str) -> list[int]:
+    """Those that the model's config names; one name may have several."""
+    found = [getattr(getattr(model, "config", None), f"{name}_token_id", None) for name in names]
+    return [token for ids in found for token in (ids if isinstance(ids, list) else [ids]) if token is not None]
+
+
+def _recall_pairs(draw: Callable, read: Callable, distance: int, pairs: int) -> RecallRow:
+    """All sequences have one length: the queried key has the same place in each, and its block of pairs lies around
+    it."""
+    shown, filler = draw(2 * pairs, distance - 2)
+    values, queried = shown[:, 1::2], torch.arange(len(shown)) % pairs
+    sequences = []
+    for block, between, pair in zip(shown, filler, queried.tolist(), strict=True):
+        before = 2 * (pairs - 1 - pair)
+        sequences.append(torch.cat([between[:before], block, between[before:], block[2 * pair : 2 * pair + 1]]))
+    logits = torch.cat([batch[:, -1] for batch in read(torch.stack(sequences), 1)])
+    correct = logits.gather(1, values).argmax(1) == queried
+    correct_of_all = logits.argmax(1) == values.gather(1, queried[:, None])[:, 0]
+    return RecallRow(
+        distance=distance,
+        accuracy=_mean(correct),
+        accuracy_vocabulary=_mean(correct_of_all),
+        chance=1 / pairs,
+        samples=len(shown),
+    )
+
+
+def _recall_copy(draw: Callable, read: Callable, distance: int, chance: float) -> RecallRow:
+    segment, filler = draw(COPIED, distance - COPIED)
+    sequences, second_half = torch.cat([segment, filler, segment[:, :-1]], 1), segment[:, COPIED // 2 :]
+    likeliest = torch.cat([logits.argmax(-1) for logits in read(sequences, second_half.shape[1])])
+    accuracy = _mean(likeliest == second_half)
+    return RecallRow(distance=distance, accuracy=accuracy, chance=chance, samples=len(segment))
+
+
+def _draw(ids: Tensor, samples: int, generator: torch.Generator, different: int, others: int) -> tuple[Tensor, Tensor]:
+    """For each sample `different` tokens, no two alike, and `others` that are none of these."""
+    order = torch.rand(samples, len(ids), generator=generator).argsort(1)
+    filler = torch.randint(different, len(ids), (samples, others), generator=generator)
+    return ids[order[:, :different]], ids[order.gather(1, filler)]
+
+
+def _read(model: Any, batch_size: int, sequences: Tensor, keep: int) -> Iterator[Tensor]:
+    """The last logits [B,keep,V] after sequences with the model's own first token in front, where it has one."""
+    first = next(iter(_special_tokens(model, "bos", "eos")), None)
+    sequences = sequences if first is None else nn.functional.pad(sequences, (1, 0), value=first)
+    for batch in sequences.split(batch_size):
+        logits = call_model(model, batch, keep, use_cache=False).logits[:, -keep:].float().cpu()
+        if logits.isnan().any():
+            raise EvaluationError(f"the model's output is not a number after {sequences.shape[1]} tokens")
+        yield logits
+
+
+def _mean(correct: Tensor) -> float:
+    return float(correct.double().mean())

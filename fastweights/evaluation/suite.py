@@ -1,0 +1,141 @@
+"""Everything that `fastweights eval` measures of several models, as one result."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fastweights.evaluation.forward import EvaluationError, check_length
+from fastweights.evaluation.lm_eval import check_tasks, run_tasks
+from fastweights.evaluation.perplexity import check_windows, perplexity, perplexity_by_position
+from fastweights.evaluation.recall import ordinary_tokens, recall_probe
+from fastweights.modeling.classes import FastWeightsMixin
+from fastweights.modeling.description import describe
+from fastweights.results import EvaluatedModel, EvaluationResult
+from fastweights.utils.errors import Argument, error_context
+
+Measure = Callable[[Any, Any], Any]
+
+
+def evaluate(
+    models: Mapping[str, tuple[Any, Any]],
+    *,
+    data: Mapping[str, str] | None = None,
+    length: int = 1024,
+    contexts: Sequence[int] = (0,),
+    tasks: Sequence[str] = (),
+    recall: bool = False,
+    recall_samples: int = 64,
+    by_position: bool = False,
+    position_length: int | None = None,
+    limit: int | None = None,
+    task_folder: str | os.PathLike | None = None,
+    batch_size: int = 8,
+    progress: bool = True,
+) -> EvaluationResult:
+    """Evaluate models on texts, on the recall probe and on lm-eval tasks.
+
+    Args:
+        models: Pairs of a model and its tokenizer, by name.
+        data: Texts by name, for perplexity.
+        length: Tokens of a window.
+        contexts: Tokens of a window that are seen and not scored; perplexity is measured with each.
+        tasks: Names of lm-eval tasks.
+        recall: Whether to run the recall probe, with `recall_samples` sequences for each distance.
+        by_position: Whether to measure loss by position, in windows of `position_length` tokens (by default `length`).
+        limit: Items of each task, at most.
+        task_folder: Folder with the data of the tasks; by default lm-eval downloads them.
+        batch_size: Windows or sequences in a forward pass.
+        progress: Whether to show progress bars.
+
+    Returns:
+        The measurements, without provenance.
+
+    Raises:
+        EvaluationError: If there is nothing to measure, or a model cannot be measured as asked for. What can be checked
+            is checked before the first model is measured.
+    """
+    data = data or {}
+    if not (data or tasks or recall) or (by_position and not data):
+        raise EvaluationError(
+            "nothing to evaluate on: give ",
+            Argument("data"),
+            " (which ",
+            Argument("by_position"),
+            " needs), ",
+            Argument("tasks"),
+            " or ",
+            Argument("recall"),
+        )
+    position_length = length if position_length is None else position_length
+    batches: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
+    measures: dict[str, Measure] = {}
+    if data:
+        measures["perplexity"] = lambda model, tokenizer: [
+            _on_text(name, perplexity, model, tokenizer, text, length=length, context=context, **batches).row(name)
+            for name, text in data.items()
+            for context in contexts
+        ]
+    if by_position:
+        measures["by_position"] = lambda model, tokenizer: [
+            replace(bucket, data=name)
+            for name, text in data.items()
+            for bucket in _on_text(
+                name, perplexity_by_position, model, tokenizer, text, length=position_length, **batches
+            )
+        ]
+    if recall:
+        measures["recall"] = lambda model, tokenizer: _recall(model, tokenizer, samples=recall_samples, **batches)
+    if tasks:
+        check_tasks(tasks, task_folder)
+        measures["tasks"] = lambda model, tokenizer: run_tasks(
+            model, tokenizer, tasks, task_folder=task_folder, limit=limit, **batches
+        )
+    for name, (model, _) in models.items():  # before the first model is measured, not after
+        with error_context(f"{name}: "):
+            for context in contexts if data else ():
+                check_windows(model, length, context)
+            if by_position:
+                check_length(model, position_length, Argument("position_length"))
+    measured = [_measure(name, *models[name], measures) for name in models]
+    settings = {"length": length, "contexts": list(contexts), "batch_size": batch_size}
+    settings |= {"position_length": position_length} if by_position else {}
+    settings |= {"tasks": list(tasks), "limit": limit, "local_files": task_folder is not None} if tasks else {}
+    return EvaluationResult(seed=0, tokens=scored_tokens(measured), settings=settings, models=measured)
+
+
+def scored_tokens(models: Sequence[EvaluatedModel]) -> int:
+    """Tokens whose loss was measured, over all models."""
+    return sum(row.tokens for model in models for row in [*(model.perplexity or ()), *(model.by_position or ())])
+
+
+def _on_text(name: str, measure: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    with error_context(Argument("data"), f" {name}: "):
+        return measure(*arguments, **options)
+
+
+def _recall(model: Any, tokenizer: Any, **options: Any) -> Any:
+    with error_context(Argument("recall"), ": "):
+        return recall_probe(model, vocabulary=ordinary_tokens(model, tokenizer), **options)
+
+
+def _measure(name: str, model: Any, tokenizer: Any, measures: Mapping[str, Measure]) -> EvaluatedModel:
+    started = time.perf_counter()
+    with error_context(f"{name}: "):
+        found = {measure: run(model, tokenizer) for measure, run in measures.items()}
+    return EvaluatedModel(name=name, **_facts(model), **found, seconds=round(time.perf_counter() - started, 2))
+
+
+def _facts(model: Any) -> dict[str, Any]:
+    facts = {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+    if not isinstance(model, FastWeightsMixin):
+        return facts | {"converted": False, "rule": "attention", "state_bytes": 0}
+    settings = model.config.fastweights
+    state = describe(model).state_bytes
+    return facts | {"converted": True, "rule": settings["rule"], "state_bytes": state, "settings": settings}
