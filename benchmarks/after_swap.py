@@ -1,4 +1,4 @@
-"""Perplexity right after the swap, before any training, for several settings.
+"""Perplexity right after conversion, before any training, for several settings.
 
 python benchmarks/after_swap.py MODEL --text TEXT_FILE [--out results/after_swap.json]
 """
@@ -46,7 +46,7 @@ def main() -> None:
     for name, settings in VARIANTS.items():
         found[name] = perplexity(fw.convert(copy.deepcopy(base), fw.FastWeightsConfig(**settings)), rows)
         print(f"{name:45} {found[name]:.4g}", flush=True)
-    what = "perplexity by token on rows of 512 tokens of Wikipedia, right after the swap"
+    what = "perplexity by token on rows of 512 tokens of Wikipedia, right after conversion"
     model = Path(options.model).name
     write_result(options.out, {"what": what, "model": model, "seed": 0, "tokens": rows.numel(), "perplexity": found})
 

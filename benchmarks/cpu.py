@@ -2,11 +2,11 @@
 
     python benchmarks/cpu.py [--out results/cpu.json] [--rules decay,gated]
 
-Each operation is checked against the float64 loop first; one that fails gets no time. Times are medians of runs that
-take turns in one process; memory is the most that tensors held at once, beyond the inputs.
-Two loops are shown: rules.loop, and one that splits its inputs beforehand, which spares autograd a tensor of zeros for
-every slice and is the fastest loop we know; the loop's memory is that of the second. `states` is the float32 size of
-every S_t, what a kernel that stores them must keep.
+Each operation is first checked against the float64 loop. One that fails the check is not timed. Times are medians of
+runs that alternate in one process. Memory is the peak of allocated tensors beyond the inputs.
+Two loops are shown: rules.loop, and the fastest loop we know. The second splits its inputs beforehand, so that autograd
+needs no tensor of zeros for every slice; the memory shown is that of the second. `states` is the size of all states S_t
+in float32, which a kernel that stores them needs.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ def times(rule: str, repeats: int) -> dict[str, float]:
         forward_backward(way, rule, tensors, upstream)
     for _ in range(repeats):
         for way in WAYS:
-            began = time.perf_counter()
+            started = time.perf_counter()
             forward_backward(way, rule, tensors, upstream)
-            seconds[way].append(time.perf_counter() - began)
+            seconds[way].append(time.perf_counter() - started)
     return {way: statistics.median(values) for way, values in seconds.items()}
 
 
@@ -99,7 +99,7 @@ def peak_bytes(way: str, rule: str) -> int:
 
 
 def decoding(tokens: int) -> dict[str, Any]:
-    """Median seconds of one greedy token after prompts of both lengths, taking turns."""
+    """Median seconds of one greedy token after prompts of both lengths, alternating."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=384, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=6, vocab_size=4096
@@ -109,14 +109,14 @@ def decoding(tokens: int) -> dict[str, Any]:
     with torch.no_grad():
         for length in DECODE_LENGTHS:
             cache = None
-            for piece in torch.randint(4096, (1, length)).split(1024, dim=1):
-                cache = model(piece, past_key_values=cache, use_cache=True).past_key_values
+            for chunk in torch.randint(4096, (1, length)).split(1024, dim=1):
+                cache = model(chunk, past_key_values=cache, use_cache=True).past_key_values
             caches[length] = cache
         for _ in range(tokens):
             for length, cache in caches.items():
-                began = time.perf_counter()
+                started = time.perf_counter()
                 model(token, past_key_values=cache)
-                seconds[length].append(time.perf_counter() - began)
+                seconds[length].append(time.perf_counter() - started)
     return {
         "seconds a token": {length: statistics.median(values) for length, values in seconds.items()},
         "state bytes": {length: cache.nbytes for length, cache in caches.items()},
@@ -155,7 +155,7 @@ def operation(rule: str, repeats: int) -> dict[str, Any]:
 
 
 def targets(result: dict[str, Any]) -> dict[str, bool]:
-    """What these operations were meant to reach."""
+    """The targets of these operations."""
     short, long = result["decoding"]["seconds a token"].values()
     reached = {"decoding at 16k at most 1.1 times 1k": long / short <= 1.1}
     for rule, row in result["operations"].items():

@@ -3,9 +3,9 @@
     python benchmarks/decode_cpu.py [--out results/decode_cpu.json] [--tokens 126]
 
 Attention is the pretrained model's own forward with transformers' DynamicCache and the likeliest token of its logits;
-the engine chooses the token too. Both take turns, token by token, in one process; the tokens timed lie around the
-length given, half of them before it. The engine is checked against the converted model's forward first.
-The packaged position table ends at 512: for attention it is repeated, the converted model clamps its positions.
+the engine chooses the token, too. Both alternate in one process, token by token. Half of the timed tokens are before
+the given length, half after it. First the engine is checked against the converted model's forward.
+The packaged position table ends at 512: it is repeated for attention, and the converted model clamps its positions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TOLERANCE = 1e-5
 
 
 def attention(model: Any, ids: torch.Tensor) -> Callable[[], None]:
-    """A function that takes one more token after those of a text."""
+    """A function that runs one more token after a prompt."""
     cache = DynamicCache(config=model.config)
     token = model(ids[None], past_key_values=cache).logits[:, -1].argmax(-1, keepdim=True)
 
@@ -45,7 +45,7 @@ def attention(model: Any, ids: torch.Tensor) -> Callable[[], None]:
 
 
 def check(model: Any, ids: torch.Tensor) -> float:
-    """Relative error of the engine's logits after a text, its last token by a step."""
+    """Relative error of the engine's logits after a sequence whose last token is run as a step."""
     engine = fw.Engine(model)
     engine.decoder.set_slot(0, prefill(model, ids[:-1])[1])
     engine.decoder.tokens.copy_(ids[-1:])
@@ -57,9 +57,9 @@ def seconds(steps: dict[str, Callable[[], None]], tokens: int) -> dict[str, floa
     taken: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(tokens):
         for name, step in steps.items():
-            began = time.perf_counter()
+            started = time.perf_counter()
             step()
-            taken[name].append(time.perf_counter() - began)
+            taken[name].append(time.perf_counter() - started)
     return {name: statistics.median(values) for name, values in taken.items()}
 
 

@@ -1,10 +1,11 @@
-"""Fill every table, plot and value of README.md and docs/ from results/; with --check only say what is not up to date.
+"""Fill every table, plot and value of README.md and docs/ from results/; with --check only list what is not up to date.
 
 python benchmarks/figures.py [--check]
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -23,7 +24,9 @@ def stale_pages(write: bool) -> list[str]:
 
 
 if __name__ == "__main__":
-    check = "--check" in sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is not up to date")
+    check = parser.parse_args().check
     stale = stale_pages(write=not check)
     print("\n".join(f"{page}: {'not up to date' if check else 'filled'}" for page in stale) or "all up to date")
     sys.exit(int(check and bool(stale)))

@@ -1,13 +1,13 @@
-"""How long the first forward + backward of decay takes beyond a second one, in this new process, and how many kernels
-it compiles; prints JSON.
+"""How much longer the first forward and backward of decay take than the second in a new process, and how many kernels
+are compiled for it. Prints JSON.
 
 TRITON_CACHE_DIR=EMPTY_FOLDER python benchmarks/first_call.py cuda triton
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import time
 
 import torch
@@ -23,15 +23,19 @@ def seconds_of_a_call(m: int, d: int, device: str, backend: str) -> float:
     inputs, _ = op_inputs("decay", m, Shape(8, 512, 12, d, 1, 1), torch.bfloat16, 2.0, device)
     tensors = [x.requires_grad_() for name, x in inputs.items() if name != "state"]
     synchronize(device)
-    began = time.perf_counter()
+    started = time.perf_counter()
     y, _ = ops.decay(*tensors, backend=backend)
     torch.autograd.grad(y, tensors, torch.ones_like(y))
     synchronize(device)
-    return time.perf_counter() - began
+    return time.perf_counter() - started
 
 
 def main() -> None:
-    device, backend = sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("device", choices=("cuda", "cpu"))
+    parser.add_argument("backend", choices=("triton", "chunked"))
+    options = parser.parse_args()
+    device, backend = options.device, options.backend
     compiled: list[str] = []
     if backend == "triton":
         import triton

@@ -1,12 +1,12 @@
-"""The numbers on a GPU: precision and speed of the operations, a training step, decoding, beside their peers.
+"""Measurements on a GPU: precision and speed of the operations, a training step and decoding, beside other libraries.
 
     python benchmarks/gpu.py [--parts precision,kernels,fla,first_call,training,decode] [--out results/gpu.json]
-    python benchmarks/gpu.py --device cpu --backend chunked --small --out OUT    a rehearsal, no result
+    python benchmarks/gpu.py --device cpu --backend chunked --small --out OUT    a test of the script, no result
 
-Nothing is timed before it was compared with the float64 loop (models: with the chunked form), and what fails gets no
-time. Every part runs in a process of its own and writes what it has as soon as it is measured, beside what the file
-holds of other parts of the same commit. Times are medians of CUDA events with the cache flushed before
-each run; "graph" is the same with all launches in a CUDA graph; memory is the allocator's peak beyond the inputs.
+Each operation is first compared with the float64 loop (models: with the chunked form). What fails is not timed. Every
+part runs in its own process and writes each measurement at once, beside those of other parts of the same commit. Times
+are medians of CUDA events with the cache flushed before each run; "graph" is the same with all launches in a CUDA
+graph. Memory is the allocator's peak beyond the inputs.
 flash-linear-attention is measured where it can be imported.
 """
 
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--out", default="results/gpu.json", type=Path)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--backend", default="triton", help="of the operations; models take what the package chooses")
-    parser.add_argument("--small", action="store_true", help="small shapes, to rehearse")
+    parser.add_argument("--small", action="store_true", help="small shapes, to test the script")
     parser.add_argument("--part-seconds", type=float, default=220, help="after which a part leaves out further peers")
     parser.add_argument("--here", choices=PARTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -66,8 +66,8 @@ def main() -> None:
 
 def run(name: str, options: argparse.Namespace) -> None:
     """One part, in this process."""
-    began = time.monotonic()
-    settings = Settings(options.device, options.backend, options.small, began + options.part_seconds)
+    started = time.monotonic()
+    settings = Settings(options.device, options.backend, options.small, started + options.part_seconds)
     found: dict[str, Any] = {}
     try:
         for found in PARTS[name](settings):
@@ -77,7 +77,7 @@ def run(name: str, options: argparse.Namespace) -> None:
         found = found | {"finished": False, "error": first_line(error)}
         raise
     finally:
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - started
         result = save(name, found | {"seconds": seconds}, options)
     gpu_tables.show_part(name, result["parts"][name])
 

@@ -1,4 +1,4 @@
-"""The models of benchmarks/gpu.py, with random weights: GPT-2 small in training, SmolLM2-135M's shape writing text."""
+"""The models of benchmarks/gpu.py, with random weights: GPT-2 small in training, SmolLM2-135M's shape in generation."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def checked(model: Any, ids: Tensor, settings: Settings) -> dict[str, Any]:
 
 
 def train_steps(model: Any, ids: Tensor, settings: Settings) -> dict[str, Any]:
-    model.loss_type = "ForCausalLM"  # as by default, but then it says so, which breaks the graph
+    model.loss_type = "ForCausalLM"  # the default, but transformers would log it, which breaks the graph
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, fused=settings.on_gpu)
     model.compile()
 
@@ -116,10 +116,10 @@ def train_steps(model: Any, ids: Tensor, settings: Settings) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    began = time.perf_counter()
+    started = time.perf_counter()
     step()
     synchronize(settings.device)
-    compile_seconds = time.perf_counter() - began
+    compile_seconds = time.perf_counter() - started
     for _ in range(WARM_UP_STEPS):
         step()
     if settings.on_gpu:
@@ -156,7 +156,7 @@ def decode(settings: Settings) -> Iterator[dict[str, Any]]:
     model = random_model(config, True, settings.device, torch.bfloat16).eval()
     result: dict[str, Any] = {
         "model": "the shape of SmolLM2-135M, random weights in bfloat16",
-        "decay is": "fastweights.Engine.generate, greedy; m = 32; all slots go on from one prompt's state",
+        "decay is": "fastweights.Engine.generate, greedy; m = 32; all slots continue from one prompt's state",
         "attention is": "generate of transformers with a static cache, its own compiled steps, greedy",
         "copy bytes/s": bandwidth,
         "weight bytes": sum(p.nbytes for p in model.parameters()),

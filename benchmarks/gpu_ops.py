@@ -272,13 +272,13 @@ def first_call(settings: Settings) -> Iterator[dict[str, Any]]:
     """Seconds that a new process with nothing compiled waits for its first call, and for a new shape."""
     script = Path(__file__).with_name("first_call.py")
     with tempfile.TemporaryDirectory() as empty:
-        answer = subprocess.run(
+        done = subprocess.run(
             [sys.executable, str(script), settings.device, settings.backend],
             env=os.environ | {"TRITON_CACHE_DIR": empty},
             capture_output=True,
             text=True,
             timeout=120,
         )
-    if answer.returncode:
-        raise RuntimeError(answer.stderr.strip().splitlines()[-1])
-    yield {"shapes": json.loads(answer.stdout.splitlines()[-1])}
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().splitlines()[-1])
+    yield {"shapes": json.loads(done.stdout.splitlines()[-1])}

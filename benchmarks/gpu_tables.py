@@ -1,4 +1,4 @@
-"""What benchmarks/gpu.py was meant to show, whether it does, and its tables."""
+"""The targets of benchmarks/gpu.py, whether they are reached, and its tables."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def _decode(part: dict[str, Any]) -> list[Any]:
 
 
 def _columns(title: str, keys: list[str], rows: Rows) -> Table:
-    """A row's own entries; what failed has a reason where its numbers would be."""
+    """A row's own entries; what failed has a reason instead of values."""
     return _table(title, [*keys, "failed"], [[*(row.get(key) for key in keys), _failure(row)] for row in rows])
 
 

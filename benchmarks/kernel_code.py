@@ -1,4 +1,4 @@
-"""What decay's kernels compile to for a Hopper GPU, which need not be there: instructions in the loop, registers.
+"""What decay's kernels compile to for a Hopper GPU: instructions in the loop and registers. Needs no GPU.
 
     python benchmarks/kernel_code.py [--out results/kernel_code.json]
 

@@ -31,9 +31,9 @@ def read(length: int, device: str) -> dict[str, float]:
     prefill(model, torch.randint(2048, (2 * PREFILL_CHUNK,), generator=generator))
     before = _peak(device)
     ids = torch.randint(2048, (length,), generator=generator)
-    began = time.perf_counter()
+    started = time.perf_counter()
     logits, state = prefill(model, ids, progress=True)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - started
     assert torch.isfinite(logits).all() and int(state.seen) == length
     more = _peak(device) - before
     return {"length": length, "seconds": seconds, "state bytes": state.nbytes, "more peak bytes": more}

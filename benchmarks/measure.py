@@ -1,4 +1,4 @@
-"""What the GPU benchmarks share: time by events, memory by the allocator, errors, and the time that is left."""
+"""Shared by the GPU benchmarks: time by events, memory by the allocator, errors, and the remaining time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOT_FINITE = 1e30
 
 @dataclass(frozen=True)
 class Settings:
-    """What a part is run with. `small` is a rehearsal: other shapes, the same code."""
+    """What a part is run with. `small` tests the script: other shapes, the same code."""
 
     device: str
     backend: str
@@ -55,8 +55,8 @@ def stamp(device: str) -> Any:
     return event
 
 
-def milliseconds(began: Any, ended: Any) -> float:
-    return 1e3 * (ended - began) if isinstance(began, float) else began.elapsed_time(ended)
+def milliseconds(started: Any, ended: Any) -> float:
+    return 1e3 * (ended - started) if isinstance(started, float) else started.elapsed_time(ended)
 
 
 @functools.cache
@@ -66,18 +66,18 @@ def _flushed(device: str) -> Tensor:
 
 def median_ms(run: Callable[[], Any], device: str) -> float:
     """Median milliseconds of a run with nothing of it in the cache, of at least 20 after a warm-up."""
-    runs, began = 0, time.perf_counter()
-    while runs < 3 or time.perf_counter() - began < WARM_UP_SECONDS:
+    runs, started = 0, time.perf_counter()
+    while runs < 3 or time.perf_counter() - started < WARM_UP_SECONDS:
         run()
         synchronize(device)
         runs += 1
-    repeats = round(TIMED_SECONDS / ((time.perf_counter() - began) / runs))
+    repeats = round(TIMED_SECONDS / ((time.perf_counter() - started) / runs))
     pairs = []
     for _ in range(min(max(repeats, REPEATS[0]), REPEATS[1])):
         _flushed(device).zero_()
-        began = stamp(device)
+        started = stamp(device)
         run()
-        pairs.append((began, stamp(device)))
+        pairs.append((started, stamp(device)))
     synchronize(device)
     return statistics.median(milliseconds(*pair) for pair in pairs)
 

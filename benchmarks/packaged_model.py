@@ -2,8 +2,8 @@
 
     python benchmarks/packaged_model.py BOOKS --work FOLDER [--export fastweights/packaged]
 
-BOOKS is a text (.xz) of public-domain books, with a line <|endoftext|> between them. Some are held out; they are
-packaged, too, to recover and to measure the converted model on.
+BOOKS is a text file (.xz) of public-domain books, with a line <|endoftext|> between them. Some are held out and
+packaged, too, to train and to measure the converted model on.
 """
 
 from __future__ import annotations

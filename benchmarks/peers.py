@@ -1,5 +1,6 @@
-"""What fastweights is measured beside, in the same run: flash attention, flash-linear-attention (0.6.0, optional), and
-Hugging Face's generate with a static cache. A peer that fails says why; one that computes something else gets no time.
+"""Other libraries that are measured in the same run: flash attention, flash-linear-attention (0.6.0, optional), and
+Hugging Face's generate with a static cache. For one that fails, the reason is recorded. One whose output differs is not
+timed.
 
 Shapes: fla takes q, k [B,T,H,m], v [B,T,H,d] and logarithms of gates in float32; attention q, k, v [B,H,T,d].
 """
@@ -40,7 +41,7 @@ CHECKED_QUERIES = 128
 GATE_BIAS = 2.0
 OPEN = 40.0
 TORCH = [("torch SDPA (flash)", None)]
-# The most wanted first: time may run out before the last.
+# The most important first: time may run out before the last.
 FLA = [
     ("fla fused_recurrent_gla(gk, gv)", 32),
     ("fla chunk_gla (key gate only)", 32),
@@ -74,7 +75,7 @@ def operations(
 
 
 def _measure(name: str, m: int | None, shape: Shape, settings: Settings) -> dict[str, Any]:
-    began = time.monotonic()
+    started = time.monotonic()
     make = _attention if m is None else _fla(name, m)
     tensors, run, truth = make(shape, settings.device)
     upstream = torch.randn_like(run(*tensors))
@@ -89,7 +90,7 @@ def _measure(name: str, m: int | None, shape: Shape, settings: Settings) -> dict
     forward_backward()
     synchronize(settings.device)
     found: dict[str, Any] = {
-        "first seconds": time.monotonic() - began,
+        "first seconds": time.monotonic() - started,
         "error of y": truth(forward()),
     }
     if found["error of y"] > LIMIT:
@@ -176,7 +177,7 @@ def attention_step(config: Any, batch: int, context: int, settings: Settings) ->
 def _generate(config: Any, batch: int, prompt: int, context: int, settings: Settings) -> dict[str, Any]:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    began = time.monotonic()
+    started = time.monotonic()
     # A new model: generate would take up the compiled step of the last one.
     with torch.device(settings.device):
         model: Any = LlamaForCausalLM(config).to(torch.bfloat16).eval()
@@ -196,4 +197,4 @@ def _generate(config: Any, batch: int, prompt: int, context: int, settings: Sett
     synchronize(settings.device)
     last = stamps.stamps[-TIMED_TOKENS - 1 :]
     steps = [milliseconds(a, b) for a, b in pairwise(last)]
-    return {"ms": statistics.median(steps), "prompt": prompt, "all seconds": time.monotonic() - began}
+    return {"ms": statistics.median(steps), "prompt": prompt, "all seconds": time.monotonic() - started}

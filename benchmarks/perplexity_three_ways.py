@@ -50,8 +50,8 @@ def main() -> None:
     reference = ways["plain loop"]["perplexity"]
     differences = {name: abs(way["perplexity"] / reference - 1) for name, way in ways.items()}
     for name, way in ways.items():
-        numbers = f"{way['perplexity']:.6f}  {way['tokens']:,} tokens  off by {differences[name]:.1e}"
-        print(f"{name:12} perplexity {numbers}  {way['seconds']:.0f} s")
+        shown = f"{way['perplexity']:.6f}  {way['tokens']:,} tokens  off by {differences[name]:.1e}"
+        print(f"{name:12} perplexity {shown}  {way['seconds']:.0f} s")
     result = {
         "what": "perplexity by token of an unconverted model, three ways; differences are relative, to the plain loop",
         "model": Path(options.model).name,
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def beginning(file: str, size: int) -> str:
-    """The first `size` bytes of a text, less a character cut in two at the end."""
+    """The first `size` bytes of a text, without an incomplete character at the end."""
     reader: Any = lzma.open if file.endswith(".xz") else open
     with reader(file, "rb") as stream:
         return stream.read(size).decode("utf-8", errors="ignore")

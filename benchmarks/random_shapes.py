@@ -2,11 +2,11 @@
 
     python benchmarks/random_shapes.py [--cases 10000] [--seconds 300] [--processes 16] [--out OUT]
     python benchmarks/random_shapes.py --case SEED       one case alone, with its errors
-    python benchmarks/random_shapes.py --device cpu --backend chunked --cases 200 --processes 1      a rehearsal
+    python benchmarks/random_shapes.py --device cpu --backend chunked --cases 200 --processes 1      a test of the script
 
 The truth is the chunked form in float64, which tests hold to 1e-10 of the loop, and in one case of 50 the loop itself;
-it gets the very numbers that the operation gets. Errors are ||found - truth|| / ||truth||, with these floors:
-- a tensor whose numbers are smaller than SMALLEST (a state that a hundred closed gates left nothing of);
+it gets the same inputs as the operation. Errors are ||found - truth|| / ||truth||, with these floors:
+- a tensor whose elements are smaller than SMALLEST (a state after a hundred closed gates);
 - some gradients are differences of terms that may be much larger, and are compared with at least CANCELLED of these:
   a gate's is q dq - k dk or y dy - v dv (rules/README.md), and zero where the gate is past the rules' floor; that of a
   query whose output is normalised is zero along the query (so all of it where m is 1: compared with the whole term),
@@ -36,7 +36,7 @@ from fastweights import ops
 from fastweights.rules import RULES
 from fastweights.utils.provenance import write_result
 
-# bfloat16 rounds by up to 4e-3: a tensor of few numbers is not held to the 5e-3 of large ones.
+# bfloat16 rounds by up to 4e-3: a tensor of few elements is not held to the 5e-3 of large ones.
 LIMITS = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 1e-2}
 # float16 has less than its full precision below 2^-14.
 SMALLEST = {"float32": 1e-6, "float16": 2**-14, "bfloat16": 1e-6}
@@ -45,7 +45,7 @@ KINDS = 144
 BLOCKS = [(16, 16), (16, 64), (32, 64), (64, 64), (64, 128), (128, 64), (128, 128), (32, 256)]
 FLAGS = [(), ("state",), ("state", "mask"), ("reset",), ("state", "mask", "reset")]
 LOOP_EVERY = 50
-# Fewer independent numbers than these can cancel to nearly nothing by chance.
+# Fewer independent elements than these can cancel to nearly nothing by chance.
 LEAST_TOKENS, LEAST_STATES = 12, 32
 GRACE_SECONDS = 30
 
@@ -54,7 +54,7 @@ Tensors = dict[str, Tensor]
 
 
 def draw_case(seed: int) -> Case:
-    """All that is random about a case but its numbers; what kernels are compiled for depends on its kind alone."""
+    """Everything random in a case except its values. Which kernels are compiled depends on the kind alone."""
     number = seed % KINDS
     kind = random.Random(number)
     rule, dtype = list(itertools.product(RULES, LIMITS))[number % 12]
@@ -245,7 +245,7 @@ def main() -> None:
         case = attempt(options.case, options)
         print(json.dumps(case, indent=1), "passed" if passed(case) else "FAILED")
         return
-    began = time.time()
+    started = time.time()
     cases, broken = gather(options)
     failed = [case for case in cases if not passed(case)]
     result = {
@@ -261,7 +261,7 @@ def main() -> None:
         "failed by rule, dtype and kind": Counter(f"{c['rule']}, {c['dtype']}, {c['seed'] % KINDS}" for c in failed),
         "failures": failed[:100],
         "broken processes": broken,
-        "seconds": time.time() - began,
+        "seconds": time.time() - started,
         "worst": worst_of(cases),
     }
     write_result(options.out, result)

@@ -55,7 +55,7 @@ def main() -> None:
         results = list(pool.map(run, jobs))
     by_name = {name: [r for (n, _, _), r in zip(jobs, results, strict=True) if n == name] for name in names}
     base = results[0]["base"]["perplexity"]
-    kept = ("seed", "tokens", "recipe", "validation", "best", "last", "seconds", "diverged")
+    fields = ("seed", "tokens", "recipe", "validation", "best", "last", "seconds", "diverged")
     write_result(
         options.out,
         {
@@ -63,7 +63,7 @@ def main() -> None:
             "seed": seeds,
             "tokens": options.tokens,
             "base": base,
-            "runs": {name: [{key: r[key] for key in kept} for r in runs] for name, runs in by_name.items()},
+            "runs": {name: [{key: r[key] for key in fields} for r in runs] for name, runs in by_name.items()},
         },
     )
     compare_curves(by_name, options.plot, base=base)
@@ -79,9 +79,9 @@ def run(job: tuple[str, int, int]) -> dict[str, Any]:
     )
     with tempfile.TemporaryDirectory() as folder:
         converted = convert(load(PACKAGED, dtype=torch.float32), dataclasses.replace(SETTINGS, seed=seed))
-        save(converted, Path(folder) / "swapped", load_tokenizer(PACKAGED))
+        save(converted, Path(folder) / "converted", load_tokenizer(PACKAGED))
         task = TrainConfig(
-            model=str(Path(folder) / "swapped"),
+            model=str(Path(folder) / "converted"),
             data=str(RECOVERY_TEXT),
             recipe=recipe,
             teacher=str(PACKAGED),

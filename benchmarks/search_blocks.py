@@ -2,9 +2,9 @@
 
     python benchmarks/search_blocks.py [--out blocks.json] [--bm 16,32] [--families tiled,delta] [--widths 16,32]
 
-For each padded m, rule family and width of the numbers each kernel is timed alone at 32 x 1024 tokens of 12 heads of
-d 64, with the others as recorded. Candidates compile in parallel processes first. A choice that fails or that gives
-another answer than the first candidate is out.
+For each padded m, rule family and width of an element, each kernel is timed alone at 32 x 1024 tokens of 12 heads of
+d 64, with the others as recorded. Candidates compile in parallel processes first. A choice that fails, or
+whose output differs from the first candidate's, is discarded.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def main() -> None:
     kinds = [
         (kernel, family, width, bm)
         for family, width, bm, kernel in itertools.product(options.families, options.widths, options.bm, CANDIDATES)
-        # delta multiplies float32 numbers whatever it is given, and its segments are its forward kernel
+        # delta multiplies in float32 whatever its inputs are, and its segments are its forward kernel
         if not (family == "delta" and (kernel == "segments" or width == "16"))
     ]
     jobs = [(*kind, choice) for kind in kinds for choice in CANDIDATES[kind[0]]]

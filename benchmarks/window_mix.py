@@ -1,5 +1,5 @@
-"""How should a window join the rule, and from which start? Swap in decay with a window, then let each layer learn its
-teacher's attention output for a while (attention transfer); print held-out perplexities and write JSON.
+"""How should a window be combined with the rule, and from which start? Convert to decay with a window and train each
+layer on its teacher's attention output (attention transfer); print held-out perplexities and write JSON.
 Shares: y = (1 - a) rule + a window, a in (0, 1) learned. Sums: y = rule + w window, w learned.
 
     python benchmarks/window_mix.py MODEL --text TEXT_FILE [--tokens 2000000] [--out results/window_mix.json]
@@ -49,7 +49,7 @@ class Sum(torch.nn.Module):
         return from_rule.float() + self.weight * from_window.float()
 
 
-def numbers(text: str) -> list[float]:
+def values(text: str) -> list[float]:
     return [float(number) for number in text.split(",") if number]
 
 
@@ -77,8 +77,8 @@ def main() -> None:
     windowed = decay | dict(window=options.window)
     variants: dict[str, tuple[dict, torch.nn.Module | None]] = {
         "window alone": (dict(rule="local", window=options.window, seed=options.seed), None),
-        **{f"share from {a}": (windowed, Share(a)) for a in numbers(options.shares)},
-        **{f"sum from {w}": (windowed, Sum(w)) for w in numbers(options.sums)},
+        **{f"share from {a}": (windowed, Share(a)) for a in values(options.shares)},
+        **{f"sum from {w}": (windowed, Sum(w)) for w in values(options.sums)},
         "decay alone": (decay, None),
         "decay alone, output norm": (decay | dict(output_norm=True), None),
         "share from 0.5, output norm": (windowed | dict(output_norm=True), Share(0.5)),
@@ -86,7 +86,7 @@ def main() -> None:
     if options.only:
         variants = {name: variant for name, variant in variants.items() if name in options.only.split(";")}
     result: dict[str, Any] = {
-        "what": "held-out perplexity after the swap and after attention transfer, by start of the window's mix",
+        "what": "held-out perplexity after conversion and after attention transfer, by start of the window's mix",
         "settings": vars(options) | {"model": str(options.model).split("/")[-1], "text": options.text.split("/")[-1]},
         "base": perplexity(teacher, held_out, device),
         "runs": {},
@@ -130,7 +130,7 @@ def run(
         for attention in attentions:
             attention.mix = copy.deepcopy(mix).to(device)
     measured: dict[str, Any] = {"after swap": perplexity(student, held_out, device)}
-    steps, began = options.tokens // (options.batch * options.length), time.time()
+    steps, started = options.tokens // (options.batch * options.length), time.time()
     optimizer = torch.optim.AdamW([p for a in attentions for p in a.parameters()], options.learning_rate, (0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, options.learning_rate, total_steps=steps + 1, pct_start=0.1
@@ -151,18 +151,18 @@ def run(
             "min": mixes.min().item(),
             "max": mixes.max().item(),
         }
-    return measured | {"seconds": time.time() - began}
+    return measured | {"seconds": time.time() - started}
 
 
 def transfer_step(teacher: Any, attentions: list, rows: Tensor, device: str) -> None:
     """Each layer gets its teacher's input and is drawn to the teacher's output."""
     batch = {"input_ids": rows, "position_ids": torch.arange(rows.shape[1], device=device).expand_as(rows)}
     with torch.autocast(device, torch.bfloat16):
-        heard = capture_attention(teacher, batch)
+        captured = capture_attention(teacher, batch)
     for index, attention in enumerate(attentions):
         with torch.autocast(device, torch.bfloat16):
-            found = answer(attention, heard[index], batch)
-        target = heard[index].output.float()
+            found = answer(attention, captured[index], batch)
+        target = captured[index].output.float()
         (F.mse_loss(found.float(), target) / target.square().mean()).backward()
 
 
