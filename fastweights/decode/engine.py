@@ -21,6 +21,7 @@ from fastweights.decode.sampling import Sampling
 from fastweights.modeling.cache import FastWeightsCache
 from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.modes import evaluating
+from fastweights.modeling.positions import check_length
 from fastweights.ops.device import obstacle
 from fastweights.utils.errors import Argument
 from fastweights.utils.progress import track
@@ -322,7 +323,7 @@ class Engine:
     def _check_length(self, i: int, ids: Tensor, limit: int, state: FastWeightsCache | None) -> None:
         seen = 0 if state is None or state.lengths is None else int(state.lengths[0])
         length = seen + len(ids) + limit - 1
-        self.model._check_length(length)
+        check_length(self.model, length)
         if self.max_length is not None and length > self.max_length:
             raise ConfigError(
                 Argument("prompts"),
