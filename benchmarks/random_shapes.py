@@ -2,7 +2,7 @@
 
     python benchmarks/random_shapes.py [--cases 10000] [--seconds 300] [--processes 16] [--out OUT]
     python benchmarks/random_shapes.py --case SEED       one case alone, with its errors
-    python benchmarks/random_shapes.py --device cpu --backend chunked --cases 200 --processes 1      a test of the script
+    python benchmarks/random_shapes.py --device cpu --backend chunked --cases 200 --processes 1     a test of the script
 
 The truth is the chunked form in float64, which tests hold to 1e-10 of the loop, and in one case of 50 the loop itself;
 it gets the same inputs as the operation. Errors are ||found - truth|| / ||truth||, with these floors:
