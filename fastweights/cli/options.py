@@ -16,7 +16,7 @@ from typer.models import ArgumentInfo
 
 from fastweights.config import ConfigError, FastWeightsConfig
 from fastweights.training.recipe import Recipe, RecipeError, Stage
-from fastweights.utils.errors import FastWeightsError, Stopped
+from fastweights.utils.errors import Argument, FastWeightsError, Stopped
 
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 DTYPE_HELP = "Precision of the weights; by default the checkpoint's own."
@@ -185,7 +185,8 @@ def parse_layers(text: str) -> tuple[int, ...]:
         ends = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
         numbers = range(int(ends[1]), int(ends[2] or ends[1]) + 1) if ends else range(0)
         if not numbers or numbers[-1] > LARGEST_LAYER:
-            raise ConfigError(f"layers must be numbers and ranges from low to high such as 0,2,5-7, found {text!r}")
+            expected = " must be numbers and ranges from low to high such as 0,2,5-7"
+            raise ConfigError(Argument("layers"), f"{expected}, found {text!r}")
         layers.extend(numbers)
     return tuple(layers)
 

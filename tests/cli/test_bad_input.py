@@ -102,7 +102,7 @@ def forbid_loading(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("settings", "flags", "message"), UNDEFINED.values(), ids=UNDEFINED)
-def test_undefined_settings(
+def test_undefined_settings_are_refused_by_name_before_loading(
     settings: dict, flags: list, message: str, base: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
@@ -115,14 +115,14 @@ def test_undefined_settings(
 
 
 @pytest.mark.parametrize("typed", ["one", "3-1", "0;1"])
-def test_layers_that_are_no_list(typed: str, base: Path, out: Path) -> None:
+def test_malformed_layers_name_the_flag(typed: str, base: Path, out: Path) -> None:
     assert f"--layers must be numbers and ranges from low to high such as 0,2,5-7, found '{typed}'" == error_of(
         "convert", base, "-o", out, "--layers", typed
     )
     assert_nothing_left(out)
 
 
-def test_layers_that_the_model_does_not_have(base: Path, out: Path) -> None:
+def test_missing_layers_are_named(base: Path, out: Path) -> None:
     message = "layers=[2, 5] do not exist: the model has 2 layers, numbered 0 to 1"
     with pytest.raises(ConfigError, match=re.escape(message)):
         convert(pretrained("gpt2"), FastWeightsConfig(layers=(0, 2, 5)))
@@ -130,7 +130,7 @@ def test_layers_that_the_model_does_not_have(base: Path, out: Path) -> None:
     assert_nothing_left(out)
 
 
-def test_a_flag_that_takes_a_number(base: Path, out: Path) -> None:
+def test_word_for_a_number_names_the_flag(base: Path, out: Path) -> None:
     result = run("convert", base, "-o", out, "--m", "many")
     assert result.exit_code == 2
     assert "--m" in result.stderr
@@ -139,7 +139,7 @@ def test_a_flag_that_takes_a_number(base: Path, out: Path) -> None:
 # models
 
 
-def test_unknown_family(tmp_path: Path, out: Path) -> None:
+def test_unknown_family_is_refused(tmp_path: Path, out: Path) -> None:
     model = BloomForCausalLM(BloomConfig(n_layer=1, hidden_size=32, n_head=4, vocab_size=61))
     model.save_pretrained(tmp_path / "bloom")
     with pytest.raises(UnknownFamilyError, match="cannot convert a BloomForCausalLM"):
@@ -151,12 +151,12 @@ def test_unknown_family(tmp_path: Path, out: Path) -> None:
     assert_nothing_left(out)
 
 
-def test_a_model_that_is_already_converted(model_folder: Path, out: Path) -> None:
+def test_converted_model_is_not_converted_again(model_folder: Path, out: Path) -> None:
     assert "already converted: start from the pretrained model" in error_of("convert", model_folder, "-o", out)
     assert_nothing_left(out)
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path, out: Path) -> None:
+def test_missing_folder_is_named(tmp_path: Path, out: Path) -> None:
     missing = tmp_path / "missing"
     with pytest.raises(CheckpointError, match="no folder at"):
         load(missing)
@@ -166,22 +166,22 @@ def test_a_folder_that_is_not_there(tmp_path: Path, out: Path) -> None:
     assert_nothing_left(out)
 
 
-def test_a_relative_name_is_not_looked_for_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_path_is_not_looked_up_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert "no folder at modle" in error_of("generate", "modle", "--prompt", "x")
 
 
-def test_a_gguf_file_that_is_not_there(tmp_path: Path, out: Path) -> None:
+def test_missing_gguf_file_is_named(tmp_path: Path, out: Path) -> None:
     assert f"no GGUF file at {tmp_path}/x.gguf" == error_of("convert", tmp_path / "x.gguf", "-o", out)
     assert_nothing_left(out)
 
 
-def test_a_file_instead_of_a_folder(base: Path, out: Path) -> None:
+def test_file_instead_of_folder_is_refused(base: Path, out: Path) -> None:
     assert "is a file: give the folder it lies in" in error_of("convert", base / "model.safetensors", "-o", out)
     assert_nothing_left(out)
 
 
-def test_an_empty_folder(tmp_path: Path, out: Path) -> None:
+def test_empty_folder_is_refused(tmp_path: Path, out: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(CheckpointError, match=r"no config\.json"):
@@ -191,7 +191,7 @@ def test_an_empty_folder(tmp_path: Path, out: Path) -> None:
     assert_nothing_left(out)
 
 
-def test_a_folder_with_a_config_only(tmp_path: Path, out: Path) -> None:
+def test_folder_without_weights_is_refused(tmp_path: Path, out: Path) -> None:
     folder = tmp_path / "config"
     pretrained("gpt2").config.save_pretrained(folder)
     message = f"{folder} is not a checkpoint: it has a config.json but no model.safetensors"
@@ -203,7 +203,7 @@ def test_a_folder_with_a_config_only(tmp_path: Path, out: Path) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"rule": "lstm"}, {"rule": "decay", "widht": 3}, {"rule": "decay", "m": 0}])
-def test_damaged_settings_in_a_config(model_folder: Path, settings: dict[str, Any]) -> None:
+def test_damaged_settings_name_the_config_file(model_folder: Path, settings: dict[str, Any]) -> None:
     config = model_folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"fastweights": settings}))
     for command in (["generate", model_folder, "--prompt", "x"], ["info", model_folder]):
@@ -226,7 +226,7 @@ def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def test_a_truncated_base_model(base: Path, out: Path) -> None:
+def test_truncated_base_weights_are_named(base: Path, out: Path) -> None:
     truncate(base)
     with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
         load(base)
@@ -236,7 +236,7 @@ def test_a_truncated_base_model(base: Path, out: Path) -> None:
     assert_nothing_left(out)
 
 
-def test_a_truncated_converted_model(model_folder: Path) -> None:
+def test_truncated_converted_weights_are_named(model_folder: Path) -> None:
     truncate(model_folder)
     with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
         load(model_folder)
@@ -252,7 +252,7 @@ BAD_TENSORS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
 
 
 @pytest.mark.parametrize(("change", "message"), BAD_TENSORS.values(), ids=BAD_TENSORS)
-def test_tensors_that_are_not_the_models(model_folder: Path, change: Callable, message: str) -> None:
+def test_missing_and_unexpected_tensors_are_named(model_folder: Path, change: Callable, message: str) -> None:
     edit(model_folder, change)
     with pytest.raises(CheckpointError, match=re.escape(message)):
         load(model_folder)
@@ -261,14 +261,14 @@ def test_tensors_that_are_not_the_models(model_folder: Path, change: Callable, m
     assert str(model_folder) in found
 
 
-def test_a_tensor_of_another_shape(model_folder: Path) -> None:
+def test_tensor_of_wrong_shape_names_the_folder(model_folder: Path) -> None:
     edit(model_folder, lambda tensors: tensors.update({GATE: torch.zeros(3, 3)}))
     with pytest.raises(CheckpointError, match=re.escape(str(model_folder))):
         load(model_folder)
     assert str(model_folder) in error_of("generate", model_folder, "--prompt", "x")
 
 
-def test_the_program_itself_prints_one_line(model_folder: Path) -> None:
+def test_program_prints_one_line_without_transformers_warnings(model_folder: Path) -> None:
     """Nothing of what transformers says about the same checkpoint."""
     edit(model_folder, BAD_TENSORS["missing"][0])
     program = Path(sys.executable).with_name("fastweights")
@@ -280,7 +280,7 @@ def test_the_program_itself_prints_one_line(model_folder: Path) -> None:
 # generating
 
 
-def test_a_prompt_longer_than_the_position_table(model_folder: Path) -> None:
+def test_prompt_longer_than_the_position_table_is_refused(model_folder: Path) -> None:
     with pytest.raises(ValueError, match="clamp"):
         load(model_folder)(tokens(1, 97))
     found = error_of("generate", model_folder, "--prompt", "x" * 97)
@@ -288,13 +288,13 @@ def test_a_prompt_longer_than_the_position_table(model_folder: Path) -> None:
     assert "--positions clamp" in found
 
 
-def test_clamped_positions_have_no_end(tmp_path: Path) -> None:
+def test_clamped_positions_have_no_limit(tmp_path: Path) -> None:
     folder = save_model(tmp_path, m=8, positions="clamp")
     assert "9 tokens" in succeed("generate", folder, "--prompt", "x" * 97, "--max-new-tokens", 9).stderr
 
 
 @pytest.mark.parametrize("settings", [{}, {"m": 8}], ids=["ordinary", "converted"])
-def test_no_tokenizer(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_missing_tokenizer_is_named(tmp_path: Path, settings: dict[str, Any]) -> None:
     folder = save_model(tmp_path, with_tokenizer=False, **settings)
     assert f"{folder} has no tokenizer" in error_of("generate", folder, "--prompt", "x")
 
@@ -308,7 +308,7 @@ def test_no_tokenizer(tmp_path: Path, settings: dict[str, Any]) -> None:
         (["--prompt", "x", "--save-state", "no/such/folder/s"], "--save-state no/such/folder/s cannot be written"),
     ],
 )
-def test_bad_generation_options(model_folder: Path, flags: list[Any], message: str) -> None:
+def test_bad_generation_options_name_the_flag(model_folder: Path, flags: list[Any], message: str) -> None:
     assert message in error_of("generate", model_folder, *flags)
 
 
@@ -331,36 +331,36 @@ def load_state_error(folder: Path, state: Path) -> str:
     return found
 
 
-def test_a_state_of_another_model(state: Path, tmp_path: Path) -> None:
+def test_state_of_another_model_is_refused(state: Path, tmp_path: Path) -> None:
     other = save_model(tmp_path / "other", m=8, seed=1)
     assert f"the state in {state} belongs to another model" in load_state_error(other, state)
 
 
-def test_a_state_that_is_garbage(model_folder: Path, tmp_path: Path) -> None:
+def test_unreadable_state_is_refused(model_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "state").write_bytes(b"garbage" * 99)
     assert f"{tmp_path}/state is not a readable state file" in load_state_error(model_folder, tmp_path / "state")
 
 
-def test_nothing_to_continue_with(model_folder: Path, state: Path) -> None:
+def test_empty_prompt_is_refused(model_folder: Path, state: Path) -> None:
     assert "--prompt is empty" in error_of("generate", model_folder, "--prompt", "", "--load-state", state)
 
 
-def test_a_truncated_state(model_folder: Path, state: Path) -> None:
+def test_truncated_state_is_refused(model_folder: Path, state: Path) -> None:
     state.write_bytes(state.read_bytes()[:-100])
     assert f"{state} is not a readable state file" in load_state_error(model_folder, state)
 
 
-def test_a_state_that_is_a_model(model_folder: Path) -> None:
+def test_weights_are_refused_as_a_state(model_folder: Path) -> None:
     weights = model_folder / "model.safetensors"
     assert f"{weights} is a safetensors file, but not a state" in load_state_error(model_folder, weights)
 
 
-def test_a_state_that_is_not_there(model_folder: Path, tmp_path: Path) -> None:
+def test_missing_state_is_named(model_folder: Path, tmp_path: Path) -> None:
     assert f"no state file at {tmp_path}/none" in load_state_error(model_folder, tmp_path / "none")
 
 
 @pytest.mark.parametrize("flag", ["--load-state", "--save-state"])
-def test_an_ordinary_model_has_no_state(base: Path, tmp_path: Path, flag: str) -> None:
+def test_state_flags_need_a_converted_model(base: Path, tmp_path: Path, flag: str) -> None:
     found = error_of("generate", base, "--prompt", "x", flag, tmp_path / "state")
     assert found == f"{flag} needs a converted model, and {base} is an ordinary one: run fastweights convert"
     assert not (tmp_path / "state").exists()
@@ -369,7 +369,7 @@ def test_an_ordinary_model_has_no_state(base: Path, tmp_path: Path, flag: str) -
 # output folders
 
 
-def test_an_output_folder_below_a_file(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_folder_below_a_file_is_refused(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "file"
     file.write_text("kept")
     forbid_loading(monkeypatch)
@@ -381,14 +381,14 @@ def test_an_output_folder_below_a_file(base: Path, tmp_path: Path, monkeypatch: 
     assert file.read_text() == "kept"
 
 
-def test_an_output_folder_that_is_a_file(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_folder_that_is_a_file_is_refused(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     forbid_loading(monkeypatch)
     found = error_of("convert", base, "-o", tmp_path / "file", "--overwrite")
     assert found == f"{tmp_path}/file exists and is not a folder: choose another output folder"
 
 
-def test_an_output_folder_that_is_not_empty(base: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_folder_that_is_not_empty_is_refused(base: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out.mkdir()
     (out / "precious").write_text("kept")
     message = f"{out} exists and is not empty: choose another output folder, or pass "
@@ -405,7 +405,9 @@ def full_disk(self: Any, folder: Any, **kwargs: Any) -> None:
 
 
 @pytest.mark.parametrize("saved", [PreTrainedModel, PreTrainedTokenizerFast])
-def test_a_disk_that_is_full(base: Path, out: Path, saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_reported_and_leaves_nothing(
+    base: Path, out: Path, saved: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(saved, "save_pretrained", full_disk)
     for target in (out, out / "deeper" / "still"):
         found = error_of("convert", base, "-o", target, "--m", 8)
@@ -416,7 +418,7 @@ def test_a_disk_that_is_full(base: Path, out: Path, saved: Any, monkeypatch: pyt
         assert_nothing_left(out)
 
 
-def test_a_full_disk_leaves_the_old_model(base: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_leaves_the_old_model_unchanged(base: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_model(out, rule="add", m=8)
     before = {p.name: p.read_bytes() for p in out.iterdir()}
     monkeypatch.setattr(PreTrainedModel, "save_pretrained", full_disk)
@@ -425,7 +427,7 @@ def test_a_full_disk_leaves_the_old_model(base: Path, out: Path, monkeypatch: py
     assert [p.name for p in out.parent.iterdir()] == ["out"]
 
 
-def test_an_interrupt_leaves_nothing(out: Path) -> None:
+def test_interrupted_save_leaves_nothing(out: Path) -> None:
     with pytest.raises(KeyboardInterrupt), new_model_folder(out / "deeper") as folder:
         (folder / "half").touch()
         raise KeyboardInterrupt
@@ -445,6 +447,6 @@ def test_settings_that_would_be_ignored_are_refused() -> None:
             FastWeightsConfig(**settings)
 
 
-def test_convert_takes_a_model_not_a_name() -> None:
+def test_convert_refuses_a_name_instead_of_a_model() -> None:
     with pytest.raises(ConfigError, match=r"fw.load\('gpt2'\)"):
         convert("gpt2")

@@ -52,16 +52,16 @@ def text(tmp_path: Path) -> Path:
         (["--layers", "99999999999-99999999999999"], "--layers must be numbers and ranges from low to high"),
     ],
 )
-def test_huge_values(base: Path, tmp_path: Path, flags: list[Any], message: str) -> None:
+def test_huge_values_name_the_flag(base: Path, tmp_path: Path, flags: list[Any], message: str) -> None:
     assert message in error_of("convert", base, "-o", tmp_path / "out", *flags)
 
 
-def test_an_ordinary_model_has_an_end(base: Path) -> None:
+def test_too_many_new_tokens_for_attention_are_refused(base: Path) -> None:
     message = error_of("generate", base, "--prompt", "Hello", "--max-new-tokens", 200)
     assert re.search(r"--max-new-tokens 200: .* and the model has 96: ask for fewer", message)
 
 
-def test_a_prompt_that_is_no_text(converted: Path) -> None:
+def test_prompt_that_is_not_utf8_is_refused(converted: Path) -> None:
     command = [sys.executable, "-m", "fastweights", "generate", str(converted), "--prompt", "-"]
     done = subprocess.run(command, input=b"\xff\xfe", capture_output=True)
     assert done.returncode == 2 and done.stderr.decode().strip().endswith(
@@ -69,7 +69,7 @@ def test_a_prompt_that_is_no_text(converted: Path) -> None:
     )
 
 
-def test_a_tokenizer_of_another_model(tmp_path: Path) -> None:
+def test_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", m=4)
     settings = json.loads((folder / "tokenizer.json").read_text())
     vocabulary = settings["model"]["vocab"]
@@ -80,7 +80,7 @@ def test_a_tokenizer_of_another_model(tmp_path: Path) -> None:
     assert f"the tokenizer of {folder}: it cannot be loaded" in error_of("generate", folder, "--prompt", "Hello")
 
 
-def test_a_state_of_the_same_model_before_it_was_trained(tmp_path: Path) -> None:
+def test_state_of_the_model_before_training_is_refused(tmp_path: Path) -> None:
     """One parameter of many is enough; rounding to another precision is not."""
     model = load(save_model(tmp_path / "model", m=4))
     cache = FastWeightsCache(model.config)
@@ -98,14 +98,14 @@ def test_a_state_of_the_same_model_before_it_was_trained(tmp_path: Path) -> None
 # what is measured with, and written to
 
 
-def test_lengths_of_nothing(converted: Path, text: Path) -> None:
+def test_lengths_of_zero_name_the_flag(converted: Path, text: Path) -> None:
     assert "--length 0: a window has at least 1 token" in error_of("eval", converted, "--data", text, "--length", 0)
     for flag in ("--limit", "--position-length"):
         done = run("eval", converted, "--data", text, flag, 0)
         assert done.exit_code == 2 and f"Invalid value for '{flag}'" in done.stderr
 
 
-def test_a_result_that_cannot_be_written(converted: Path, text: Path, tmp_path: Path) -> None:
+def test_result_that_cannot_be_written_is_named(converted: Path, text: Path, tmp_path: Path) -> None:
     """A file that may not grow stands for a full disk."""
     result = tmp_path / "result.json"
     command = [sys.executable, "-m", "fastweights", "eval", str(converted), "--data", str(text), "--length", "32"]
@@ -115,7 +115,7 @@ def test_a_result_that_cannot_be_written(converted: Path, text: Path, tmp_path: 
     assert list(tmp_path.glob("*result.json*")) == []
 
 
-def test_looking_for_the_commit_locks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_the_commit_takes_no_git_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that ends in the middle would leave the lock in the user's repository."""
     monkeypatch.delenv("FASTWEIGHTS_COMMIT", raising=False)
     asked: list[list[str]] = []
@@ -125,7 +125,7 @@ def test_looking_for_the_commit_locks_nothing(monkeypatch: pytest.MonkeyPatch) -
     assert len(git) == 3 and all(command[1] == "--no-optional-locks" for command in git)
 
 
-def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(OSError, match=re.escape(str(tmp_path / "folder"))):
         write_text(tmp_path / "folder", "text")
@@ -140,7 +140,7 @@ def train_error(converted: Path, text: Path, *flags: Any) -> str:
     )
 
 
-def test_settings_are_named_as_they_are_typed(converted: Path, text: Path, tmp_path: Path) -> None:
+def test_settings_are_named_as_flag_file_or_set(converted: Path, text: Path, tmp_path: Path) -> None:
     assert "--set takes NAME=VALUE, such as seed=1 or" in train_error(converted, text, "--set", "distill.tokens")
     assert "--set length=[1: '[1' is no value" in train_error(converted, text, "--set", "length=[1")
     recipe = tmp_path / "mine.yaml"
@@ -150,23 +150,23 @@ def test_settings_are_named_as_they_are_typed(converted: Path, text: Path, tmp_p
         assert message in found and "--stages" not in found and "--length" not in found
 
 
-def test_one_process_has_nothing_to_share(converted: Path, text: Path) -> None:
+def test_shard_with_one_process_is_refused(converted: Path, text: Path) -> None:
     assert "--shard: there is one process only: start several with torchrun" in train_error(converted, text, "--shard")
 
 
-def test_recipes_that_are_none(converted: Path, text: Path, tmp_path: Path) -> None:
+def test_missing_recipe_names_the_flag(converted: Path, text: Path, tmp_path: Path) -> None:
     (tmp_path / "folder.yaml").mkdir()
     for name, found in ((text, "its name must end in .yaml"), (tmp_path / "folder.yaml", "that is a folder")):
         assert f"--recipe {name}: {found}; shipped are" in train_error(converted, text, "--recipe", name)
 
 
-def test_a_base_that_has_moved(converted: Path, base: Path, text: Path) -> None:
+def test_missing_base_names_the_teacher_flag(converted: Path, base: Path, text: Path) -> None:
     base.rename(base.with_name("elsewhere"))
     message = train_error(converted, text)
     assert f"the base of {converted}, which --teacher can name: no folder at {base}: give a model's folder" in message
 
 
-def test_a_text_to_validate_on(converted: Path, text: Path, tmp_path: Path) -> None:
+def test_bad_validation_data_names_its_flag(converted: Path, text: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
     missing = train_error(converted, text, "--validation", tmp_path / "none.txt")
     assert missing.startswith(f"--validation: {tmp_path}/none.txt: there is no such file") and "--data" not in missing
@@ -177,7 +177,7 @@ def test_a_text_to_validate_on(converted: Path, text: Path, tmp_path: Path) -> N
 # the quickstart
 
 
-def test_a_quickstart_replaces_only_its_own(tmp_path: Path) -> None:
+def test_quickstart_replaces_only_its_own_folder(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/converted").write_text("mine")
     assert f"--output {tmp_path}/mine exists and is not the folder of a quickstart" in error_of(
@@ -190,7 +190,7 @@ def test_a_quickstart_replaces_only_its_own(tmp_path: Path) -> None:
     quickstart._claim(tmp_path / "new")
 
 
-def test_a_quickstart_that_is_stopped_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_quickstart_names_the_command_that_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*_: Any, **__: Any) -> None:
         raise Interrupted(tmp_path, 2)
 

@@ -42,28 +42,28 @@ def words(text: str) -> str:
     return re.sub(r"\s+", "", text)
 
 
-def test_importing_the_command_line_is_cheap() -> None:
+def test_help_imports_neither_torch_nor_transformers() -> None:
     check = "import sys, fastweights.cli.app; print({'torch', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
 
-def test_the_program_itself() -> None:
+def test_installed_program_runs() -> None:
     program = Path(sys.executable).with_name("fastweights")
     done = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == fastweights.__version__
 
 
-def test_version() -> None:
+def test_version_is_printed() -> None:
     assert succeed("--version").stdout.strip() == fastweights.__version__
 
 
-def test_help_names_the_commands() -> None:
+def test_help_lists_the_commands() -> None:
     text = succeed("--help").stdout
     assert all(command in text for command in ("convert", "generate", "info"))
 
 
-def test_help_names_every_shipped_grid_and_the_recipes_for_users() -> None:
+def test_help_lists_shipped_grids_and_recipes() -> None:
     grids = ", ".join(sorted(file.stem for file in (RECIPE_FOLDER / "grids").glob("*.yaml")))
     assert words(f"({grids})") in words(succeed("compare", "--help").stdout)
     recipes = [load_recipe(name) and name for name in ("distill", "finetune", "finish", "paper")]
@@ -71,7 +71,7 @@ def test_help_names_every_shipped_grid_and_the_recipes_for_users() -> None:
 
 
 @pytest.mark.parametrize("name", [f.name for f in fields(FastWeightsConfig)])
-def test_every_setting_is_an_option_with_its_own_description(name: str) -> None:
+def test_every_setting_is_an_option_with_its_description(name: str) -> None:
     text = words(succeed("convert", "--help").stdout)
     assert f"--{name.replace('_', '-')}" in text
     assert words(FastWeightsConfig.help(name)) in text
@@ -80,12 +80,12 @@ def test_every_setting_is_an_option_with_its_own_description(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "layers"), [("0", (0,)), ("0,2,5-7", (0, 2, 5, 6, 7)), (" 1 , 3-3", (1, 3)), ("4-5,0", (4, 5, 0))]
 )
-def test_layers_are_numbers_and_ranges(text: str, layers: tuple[int, ...]) -> None:
+def test_layers_are_parsed_as_numbers_and_ranges(text: str, layers: tuple[int, ...]) -> None:
     assert parse_layers(text) == layers
 
 
 @pytest.mark.parametrize("text", ["", "a", "1,", "3-1", "-1", "1-", "0;1", "0,2-1"])
-def test_what_is_not_a_list_of_layers(text: str) -> None:
+def test_malformed_layers_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"such as 0,2,5-7"):
         parse_layers(text)
 
@@ -99,7 +99,7 @@ def test_convert_saves_model_and_tokenizer_and_prints_info(tmp_path: Path) -> No
     assert printed == succeed("info", target).stdout
 
 
-def test_convert_is_the_function(tmp_path: Path) -> None:
+def test_convert_command_matches_the_function(tmp_path: Path) -> None:
     succeed("convert", save_model(tmp_path / "base"), "-o", tmp_path / "out", "--m", 8, "--seed", 3)
     expected = fastweights.convert(pretrained("gpt2"), FastWeightsConfig(m=8, seed=3)).state_dict()
     found = load(tmp_path / "out").state_dict()
@@ -107,7 +107,7 @@ def test_convert_is_the_function(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_every_option_reaches_the_settings(tmp_path: Path) -> None:
+def test_every_option_is_passed_to_the_settings(tmp_path: Path) -> None:
     settings: dict[str, Any] = dict(
         rule="gated",
         m=6,
@@ -133,12 +133,12 @@ def test_every_option_reaches_the_settings(tmp_path: Path) -> None:
     assert settings_of(tmp_path / "out") == FastWeightsConfig(**settings)
 
 
-def test_convert_in_another_dtype(tmp_path: Path) -> None:
+def test_convert_saves_the_given_dtype(tmp_path: Path) -> None:
     succeed("convert", save_model(tmp_path / "base"), "-o", tmp_path / "out", "--m", 8, "--dtype", "bfloat16")
     assert load(tmp_path / "out").dtype == torch.bfloat16
 
 
-def test_convert_without_a_tokenizer(tmp_path: Path) -> None:
+def test_convert_works_without_a_tokenizer(tmp_path: Path) -> None:
     succeed("convert", save_model(tmp_path / "base", with_tokenizer=False), "-o", tmp_path / "out", "--m", 8)
     assert load_tokenizer(tmp_path / "out") is None
 
@@ -157,14 +157,14 @@ def state_bytes(folder: Path) -> int:
         return load(folder)(torch.tensor([[5]]), use_cache=True).past_key_values.nbytes
 
 
-def test_info_says_what_there_is(tmp_path: Path) -> None:
+def test_info_describes_a_converted_model(tmp_path: Path) -> None:
     text = succeed("info", save_model(tmp_path, m=8, window=3)).stdout
     for said in ("gpt2", "decay", "window", "2 of 2", "float32", "against the base model", "1,024", "8,192", "65,536"):
         assert said in text
     assert f"{state_bytes(tmp_path):,} bytes" in text
 
 
-def test_info_of_an_ordinary_model(tmp_path: Path) -> None:
+def test_info_describes_an_unconverted_model(tmp_path: Path) -> None:
     assert "not converted" in succeed("info", save_model(tmp_path)).stdout
 
 
@@ -196,7 +196,7 @@ def test_generate_prints_what_the_model_generates(folder: Path, num_beams: int) 
     assert re.fullmatch(r"12 tokens, [\d.]+ tokens/s, state [\d,]+ bytes.*\n", result.stderr)
 
 
-def test_the_reported_state_is_the_described_one(tmp_path: Path) -> None:
+def test_generate_reports_the_described_state_size(tmp_path: Path) -> None:
     folder = save_model(tmp_path, m=8, window=3)
     state = f"state {state_bytes(folder):,} bytes\n"
     for count in (2, 30):
@@ -206,7 +206,7 @@ def test_the_reported_state_is_the_described_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("first_beams", [1, 3])
 @pytest.mark.parametrize("second_beams", [1, 3])
-def test_a_saved_state_continues_the_text(folder: Path, tmp_path: Path, first_beams: int, second_beams: int) -> None:
+def test_saved_state_continues_the_sequence(folder: Path, tmp_path: Path, first_beams: int, second_beams: int) -> None:
     model, saved = load(folder), tmp_path / "state"
     first = ("generate", folder, "--prompt", "Hello", "--max-new-tokens", 10, "--save-state", saved)
     succeed(*first, "--num-beams", first_beams)
@@ -233,7 +233,7 @@ def assert_same_state(found: FastWeightsCache, model: Any, text: torch.Tensor) -
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 
 
-def test_twenty_tokens_at_once_are_ten_and_ten(folder: Path, tmp_path: Path) -> None:
+def test_two_calls_with_a_state_match_one_call(folder: Path, tmp_path: Path) -> None:
     """The second call's prompt is the eleventh token, as if a user had typed it."""
     whole = continuation(load(folder), ids_of("Hello"), 21)
     succeed("generate", folder, "--prompt", "Hello", "--max-new-tokens", 10, "--save-state", tmp_path / "state")
@@ -242,24 +242,24 @@ def test_twenty_tokens_at_once_are_ten_and_ten(folder: Path, tmp_path: Path) -> 
     assert succeed(*second).stdout.removesuffix("\n") == printed(whole[:, 11:])
 
 
-def test_the_prompt_comes_from_standard_input(tmp_path: Path) -> None:
+def test_prompt_is_read_from_standard_input(tmp_path: Path) -> None:
     command = ("generate", save_model(tmp_path, m=8), "--max-new-tokens", 5, "--prompt")
     assert succeed(*command, "-", stdin="Hello\n").stdout == succeed(*command, "Hello").stdout
 
 
 @pytest.mark.parametrize("options", [("--temperature", 2), ("--top-k", 5), ("--top-p", 0.9), ()])
-def test_sampling_is_repeated_by_its_seed(tmp_path: Path, options: tuple[Any, ...]) -> None:
+def test_sampling_is_reproducible_by_seed(tmp_path: Path, options: tuple[Any, ...]) -> None:
     command = ("generate", save_model(tmp_path, m=8), "--prompt", "Hello", "--max-new-tokens", 30, *options, "--seed")
     first, again, other = (succeed(*command, seed).stdout for seed in (1, 1, 2))
     assert first == again != other
 
 
-def test_sampling_from_the_likeliest_token_is_greedy(tmp_path: Path) -> None:
+def test_top_k_of_one_is_greedy(tmp_path: Path) -> None:
     command = ("generate", save_model(tmp_path, m=8), "--prompt", "Hello", "--max-new-tokens", 20)
     assert succeed(*command, "--top-k", 1).stdout == succeed(*command).stdout
 
 
-def test_sampling_is_from_all_tokens_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampling_uses_all_tokens_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers' default of the 50 likeliest would cut the tail of the distribution. It is transformers that
     generates where there are beams."""
     given: dict[str, Any] = {}
@@ -276,25 +276,25 @@ def test_sampling_is_from_all_tokens_unless_asked(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("settings", [dict(m=8), dict(m=8, layers=(0,))], ids=["engine", "hybrid"])
-def test_repetition_can_be_penalized(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_repetition_penalty_matches_transformers(tmp_path: Path, settings: dict[str, Any]) -> None:
     folder = save_model(tmp_path, **settings)
     result = succeed("generate", folder, "--prompt", "Hello", "--max-new-tokens", 12, "--repetition-penalty", 1.5)
     expected = continuation(load(folder), ids_of("Hello"), 12, repetition_penalty=1.5)
     assert result.stdout.removesuffix("\n") == printed(expected)
 
 
-def test_generate_in_another_dtype_and_device(tmp_path: Path) -> None:
+def test_generate_takes_dtype_and_device(tmp_path: Path) -> None:
     folder = save_model(tmp_path, m=8)
     command = ("generate", folder, "--prompt", "Hello", "--max-new-tokens", 3, "--device", "cpu")
     assert "3 tokens" in succeed(*command, "--dtype", "bfloat16").stderr
 
 
-def test_an_ordinary_model_generates_too(tmp_path: Path) -> None:
+def test_unconverted_model_generates(tmp_path: Path) -> None:
     folder = save_model(tmp_path)
     result = succeed("generate", folder, "--prompt", "Hello", "--max-new-tokens", 8)
     assert result.stdout.removesuffix("\n") == printed(continuation(load(folder), ids_of("Hello"), 8))
     assert "not converted" in result.stderr
 
 
-def test_without_arguments_there_is_help() -> None:
+def test_no_arguments_show_help() -> None:
     assert "Usage" in run().output

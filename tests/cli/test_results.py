@@ -25,7 +25,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]
     return base, tmp_path / "converted"
 
 
-def test_eval_takes_a_window_that_all_models_have_positions_for(models: tuple[Path, Path]) -> None:
+def test_eval_length_defaults_to_the_smallest_position_limit(models: tuple[Path, Path]) -> None:
     shown = succeed("eval", *models, "--data", "text.txt", "-o", "eval.json").stdout
     result = json.loads(Path("eval.json").read_text())
     assert result["settings"]["length"] == 96
@@ -35,7 +35,7 @@ def test_eval_takes_a_window_that_all_models_have_positions_for(models: tuple[Pa
     assert "96 tokens" in error_of("eval", *models, "--data", "text.txt", "--length", 97)
 
 
-def test_texts_of_one_name_are_told_apart(models: tuple[Path, Path]) -> None:
+def test_data_files_of_one_name_are_shown_with_their_paths(models: tuple[Path, Path]) -> None:
     Path("other").mkdir()
     Path("other/text.txt").write_text(TEXT[:200])
     succeed("eval", models[1], "--data", "text.txt", "--data", "other/text.txt", "-o", "eval.json")
@@ -44,20 +44,20 @@ def test_texts_of_one_name_are_told_apart(models: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.parametrize("command", [["eval", "--data", "text.txt"], ["profile"]])
-def test_where_the_result_cannot_go_is_said_first(models: tuple[Path, Path], command: list[str]) -> None:
+def test_unwritable_output_is_refused_before_measuring(models: tuple[Path, Path], command: list[str]) -> None:
     for target in ("missing/out.json", "base"):
         assert f"--output {target} cannot be written" in error_of(command[0], models[1], *command[1:], "-o", target)
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder in which no one can make a file")
-def test_a_folder_that_takes_no_file_is_found_before_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_without_write_access_is_refused_before_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastweights.profiling.layer_cost.layer_cost", None)  # nothing is measured
     error = error_of("profile", "--layer", "--lengths", "4", "-o", "/proc/x.json")
     assert error.startswith("--output /proc/x.json cannot be written: no file can be made in /proc (")
     assert error.endswith("choose another folder")
 
 
-def test_looking_whether_a_file_can_be_made_leaves_nothing(tmp_path: Path) -> None:
+def test_checking_an_output_leaves_no_file(tmp_path: Path) -> None:
     target = tmp_path / "cost.json"
     check_output(target)
     assert list(tmp_path.iterdir()) == []
@@ -77,7 +77,7 @@ def test_profile_adds_the_base_of_a_converted_model(models: tuple[Path, Path]) -
     assert "measured without it" in succeed("profile", models[1], "--lengths", "4,8").stderr
 
 
-def test_profile_alone_measures_the_packaged_model_and_the_layer(tmp_path: Path) -> None:
+def test_profile_measures_packaged_model_and_layer_by_default(tmp_path: Path) -> None:
     said = succeed("profile", "--lengths", "4,8", "--batch", 2, "-o", tmp_path / "cost.json").stderr
     assert "on cpu: one layer, batch 2, heads 1, d = m = 64, after 4, 8 tokens" in said
     assert "on cpu: packaged, decay, batch 2, after 4, 8 tokens" in said
@@ -95,13 +95,13 @@ def layer_result(tmp_path: Path) -> Path:
     return tmp_path / "layer.json"
 
 
-def test_profile_of_the_layer_alone(layer_result: Path) -> None:
+def test_profile_measures_the_layer_alone(layer_result: Path) -> None:
     result = json.loads(layer_result.read_text())
     assert (result["level"], result["batch"], result["heads"]) == ("layer", 2, 3) and result["commit"]
     assert [m["name"] for m in result["models"]] == ["attention", "decay", "delta"]
 
 
-def test_profile_draws_again(layer_result: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_redraws_a_result(layer_result: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = {suffix: layer_result.with_suffix(suffix).read_bytes() for suffix in (".png", ".svg")}
     monkeypatch.setattr("fastweights.profiling.layer_cost.layer_cost", None)  # nothing is measured
     shown = succeed("profile", "--from", layer_result, "-o", tmp_path / "again.svg")
@@ -112,7 +112,7 @@ def test_profile_draws_again(layer_result: Path, tmp_path: Path, monkeypatch: py
     assert layer_result.with_suffix(".svg").read_bytes() == drawn[".svg"]
 
 
-def test_profile_says_what_it_cannot_do(layer_result: Path, tmp_path: Path, models: tuple[Path, Path]) -> None:
+def test_profile_refuses_bad_combinations(layer_result: Path, tmp_path: Path, models: tuple[Path, Path]) -> None:
     def error(*arguments: object) -> str:
         return error_of("profile", *arguments)
 
@@ -130,7 +130,7 @@ def test_profile_says_what_it_cannot_do(layer_result: Path, tmp_path: Path, mode
     assert "nothing to draw: empty.json has no point" in run("profile", "--from", "empty.json").stderr
 
 
-def test_profile_without_matplotlib_keeps_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_without_matplotlib_writes_the_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     target = tmp_path / "layer.json"
     said = succeed("profile", "--layer", "--lengths", "4", "--batch", 2, "-o", target).stderr
@@ -139,20 +139,20 @@ def test_profile_without_matplotlib_keeps_the_numbers(tmp_path: Path, monkeypatc
     assert "pip install 'fastweights[plot]'" in run("profile", "--from", target).stderr
 
 
-def test_a_card_of_a_run_has_the_name_of_the_run(models: tuple[Path, Path]) -> None:
+def test_card_of_a_run_is_named_after_the_run(models: tuple[Path, Path]) -> None:
     Path("smol").mkdir()
     Path("smol/best").symlink_to(models[1])
     card = model_card([], "smol/best")
     assert "\n# smol\n" in card and 'from_pretrained("smol")' in card
 
 
-def test_lengths_are_numbers(models: tuple[Path, Path]) -> None:
+def test_malformed_lengths_name_the_flag(models: tuple[Path, Path]) -> None:
     assert (
         error_of("profile", models[1], "--lengths", "4,x") == "--lengths takes whole numbers such as 0,480, found '4,x'"
     )
 
 
-def test_report_fills_pages(tmp_path: Path) -> None:
+def test_report_fills_and_checks_pages(tmp_path: Path) -> None:
     write(tmp_path, {"cost": COST})
     page = tmp_path / "page.md"
     page.write_text("<!-- results: cost.json -->\n<!-- report: cost -->\n<!-- end -->\n")
