@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--processes", type=int, default=2, help="runs at once, on one thread each")
     parser.add_argument("--out", type=Path, default=Path("results/recipes_compared.json"))
-    parser.add_argument("--plot", type=Path, default=Path("docs/recipes_compared.svg"))
+    parser.add_argument("--plot", type=Path, default=Path("recipes_compared.svg"))
     options = parser.parse_args()
     seeds = [int(seed) for seed in options.seeds.split(",")]
     names = list(recipes(options.tokens))
