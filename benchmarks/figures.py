@@ -1,4 +1,4 @@
-"""Fill every table, plot and value of README.md and docs/ from results/; with --check only list what is not up to date.
+"""Fill every table, plot and value of README.md and docs/; with --check only say which pages are not up to date.
 
 python benchmarks/figures.py [--check]
 """
@@ -6,14 +6,16 @@ python benchmarks/figures.py [--check]
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
 
 from speed_tables import speed_tables
 
+from fastweights.config import FastWeightsConfig
 from fastweights.report import fill_page, is_filled
-from fastweights.report.page import Plot
+from fastweights.report.page import Plot, Table
 from fastweights.report.plots import draw
 from fastweights.report.training import comparison
 
@@ -23,8 +25,17 @@ ROOT = Path(__file__).parent.parent
 def stale_pages(write: bool) -> list[str]:
     """The pages in which something was not up to date."""
     pages = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if is_filled(page)]
-    parts = {**speed_tables(), "recipes compared": _recipes_compared()}
+    parts = {**speed_tables(), "settings": _settings(), "recipes compared": _recipes_compared()}
     return [str(page.relative_to(ROOT)) for page in pages if fill_page(page, parts=parts, write=write)]
+
+
+def _settings() -> Table:
+    """Every field of FastWeightsConfig, in the words of the command line's help."""
+    rows = [
+        [f.name, str(f.default), ", ".join(f.metadata["choices"]), f.metadata["help"]]
+        for f in dataclasses.fields(FastWeightsConfig)
+    ]
+    return Table(["setting", "default", "choices", "meaning"], rows, names=4, name="settings")
 
 
 def _recipes_compared() -> Plot:
