@@ -16,9 +16,6 @@ import fastweights as fw
 from fastweights.decode.engine import prefill
 from fastweights.decode.model import DecodeModel, ForwardDecodeModel
 
-gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
-
 # equality with the model
 
 
@@ -186,18 +183,3 @@ def test_one_new_token_no_prompts_and_prompts_as_lists() -> None:
     assert fw.Engine(model, batch_size=2).generate(prompts, 1) == [greedy(model, prompt, 1) for prompt in prompts]
     assert fw.Engine(model).generate([]) == []
     assert fw.Engine(model).generate([prompts[0].tolist()], 2) == [greedy(model, prompts[0], 2)]
-
-
-# on a GPU
-
-
-@pytest.mark.parametrize("graph", [True, False], ids=["graph", "no graph"])
-@pytest.mark.parametrize("family", [pytest.param(family, marks=gpu) for family in CONFIGS])
-def test_gpu_tokens_match_cpu_tokens(family: str, graph: bool) -> None:
-    for settings in SETTINGS:
-        model, prompts = converted(family, **settings), prompts_of(3, 11, 1, 6, 8)
-        samplings = [fw.Sampling(), fw.Sampling(top_k=20, top_p=0.9, seed=6), fw.Sampling(repetition_penalty=1.3)]
-        expected = [fw.Engine(model, 2).generate(prompts, 9, sampling) for sampling in samplings]
-        engine = fw.Engine(model.cuda(), 2, graph=graph)
-        assert [engine.generate(prompts, 9, sampling) for sampling in samplings] == expected
-        assert fw.Engine(model, 20, graph=graph).generate(prompts, 9) == expected[0], "with another row tile"

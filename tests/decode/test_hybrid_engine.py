@@ -169,12 +169,3 @@ def test_engine_leaves_the_model_unchanged() -> None:
     assert type(model.model.layers[1].self_attn) is type(pretrained("llama").model.layers[1].self_attn)
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
     assert all(parameter.requires_grad for parameter in model.parameters())
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_hybrid_in_a_cuda_graph_matches_the_model() -> None:
-    model, prompts = converted(**SETTINGS[1]).cuda(), prompts_of(*LENGTHS)
-    engine = fw.Engine(model, batch_size=2, max_length=30)
-    assert engine.graphs is not None
-    assert engine.generate(prompts, 7) == [greedy(model, prompt, 7) for prompt in prompts]

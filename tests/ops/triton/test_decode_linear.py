@@ -167,7 +167,6 @@ def test_what_torch_adds_to_the_rows_is_in_no_sums() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 @pytest.mark.parametrize("rows", [2, 32, 64, 256])
 @pytest.mark.parametrize("norm", READERS)
 @pytest.mark.parametrize(("width", "k"), [(576, 1536), (2048, 8192)])

@@ -19,7 +19,7 @@ from fastweights import ops
 from fastweights.decode.model import DecodeModel
 from fastweights.decode.sampler import Sampler, SamplerMode
 from fastweights.ops.linear import Chip, tiles
-from fastweights.ops.step import Rotary, can_overlap, has_kernels, step, step_kernel, step_torch
+from fastweights.ops.step import Rotary, has_kernels, step, step_kernel, step_torch
 from fastweights.rules import RULES
 
 WAYS = ["torch", pytest.param("kernel", marks=kernels)]
@@ -241,39 +241,6 @@ def test_no_copy_can_overwrite_what_the_tensor_cores_read() -> None:
     assert len(lines) == 32 and sum("pending" in line for line in lines) == 30
     kinds = {kind: sum(f" {kind} " in line for line in lines) for kind in ("given", "handed on")}
     assert kinds == {"given": 10, "handed on": 6}
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
-@pytest.mark.parametrize("rows", [2, 32, 64, 256])
-@pytest.mark.parametrize("norm_kind", ["rms", "layer"])
-@pytest.mark.parametrize(
-    ("n", "k", "gated"), [(2016, 576, False), (1536, 576, True), (49152, 576, False), (8192, 2048, False)]
-)
-def test_the_same_bits_every_time(n: int, k: int, gated: bool, norm_kind: str, rows: int) -> None:
-    """A tile that is overwritten while it is read is another one at each run."""
-    case = ("silu" if gated else "none", gated, norm_kind, False, False)
-    layer, x, _, expected = layer_case(case, rows, n, k, torch.bfloat16, "kernel")
-    layer.overlap = can_overlap(x.device)
-    outs = [x.new_full((rows, n), math.nan) for _ in range(50)]
-    for out in outs:
-        layer(x, out)
-    assert all(torch.equal(out, outs[0]) for out in outs[1:])
-    assert_close("out", outs[0].cpu(), expected, 1e-2)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
-@pytest.mark.parametrize("rows", [2, 32])
-@pytest.mark.parametrize(("n", "k"), [(576, 1536), (2048, 8192)])
-def test_a_shared_sum_has_the_same_bits_every_time(n: int, k: int, rows: int) -> None:
-    layer, x, before, expected = layer_case(("none", False, "none", False, True), rows, n, k, torch.bfloat16, "kernel")
-    layer.overlap = can_overlap(x.device)
-    outs = [before.clone() for _ in range(50)]
-    for out in outs:
-        layer(x, out, add=True)
-    assert all(torch.equal(out, outs[0]) for out in outs[1:])
-    assert_close("out", outs[0].cpu(), expected, 1e-2)
 
 
 DECODE_MODELS = [

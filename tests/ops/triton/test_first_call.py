@@ -130,7 +130,6 @@ def test_not_on_a_cpu_nor_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 @every_rule
 def test_on_a_gpu(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import triton

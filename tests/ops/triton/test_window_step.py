@@ -123,7 +123,6 @@ def test_decode_model_with_window_kernels_matches_the_model(family: str, setting
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 def test_the_same_bits_every_time() -> None:
     x = {name: t.to(DEVICE) for name, t in case((3, 3, 3, 64, 64, 0), torch.bfloat16).items()}
     found = []

@@ -1,0 +1,290 @@
+"""The edits, and the tests that must notice each of them.
+
+`find` is a regular expression that matches once in the package, or once in the files whose path contains `file`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutation:
+    name: str
+    file: str
+    find: str
+    replace: str
+    tests: tuple[str, ...]
+    select: str = ""  # pytest's -k
+
+
+PARITY, OPS, KERNELS = "modeling/test_parity.py", "ops/test_ops.py", "ops/triton/test_kernels.py"
+TRAINER, ENGINE, PERPLEXITY = "training/test_trainer.py", "decode/test_engine.py", "evaluation/test_perplexity.py"
+
+MUTATIONS = [
+    # rules, chunked forms, kernels
+    Mutation(
+        "delta adds what it should subtract", "rules/delta", r"\(v - (\w+)\), k\)", r"(v + \1), k)", (OPS,), "delta"
+    ),
+    Mutation(
+        "decay's gates are swapped",
+        "rules/decay",
+        r"outer\(gate\(z_logit\), gate\(f_logit\)\)",
+        "outer(gate(z_logit), gate(-f_logit))",
+        (OPS,),
+        "decay",
+    ),
+    Mutation(
+        "the loop ignores the mask",
+        "rules/base",
+        r"torch\.where\(real\[\.\.\., None\], new_state, state\)",
+        "new_state",
+        (OPS,),
+    ),
+    Mutation(
+        "the loop ignores document starts",
+        "rules/base",
+        r"reset\[:, t, None, None, None\], 0\)",
+        "reset[:, t, None, None, None] & False, 0)",
+        (OPS,),
+    ),
+    Mutation("wrong index in the chunked backward", "ops/tiled", r"(?<!d)scores\.mT @ (\w+)", r"scores @ \1", (OPS,)),
+    Mutation(
+        "delta's chunked backward forgets a term",
+        "ops/wy",
+        r"gated @ s\.k \+ gated\.mT @ s\.k",
+        "gated @ s.k",
+        (OPS,),
+        "delta",
+    ),
+    Mutation(
+        "a kernel reads padding", "triton/parts", r"real = there & \(\(flag & PAD\) == 0\)", "real = there", (KERNELS,)
+    ),
+    Mutation(
+        "a kernel's scores include later tokens",
+        "triton/tiled",
+        r"pairs = below\(TILE, 0\)",
+        "pairs = below(TILE, -1)",
+        (KERNELS,),
+    ),
+    Mutation(
+        "a decode step ignores a gate",
+        "ops/step",
+        r"\.mul_\(z\.unsqueeze\(-1\)\)",
+        "",
+        ("ops/triton/test_decode_step.py",),
+    ),
+    Mutation(
+        "a part of a norm's sums is lost",
+        "ops/linear",
+        r"0 if rows == 1 else grid\[1\]",
+        "0 if rows == 1 else grid[1] - 1",
+        ("ops/triton/test_decode_linear.py",),
+    ),
+    # layers, windows, cache
+    Mutation(
+        "the window is one token too wide",
+        "window",
+        r"near = \(columns > rows\)",
+        "near = (columns >= rows)",
+        ("modeling/test_window.py",),
+    ),
+    Mutation(
+        "the window drops the softcap",
+        "window",
+        r"logits = softcap \* torch\.tanh\(logits / softcap\)",
+        "logits = logits * 1.0",
+        ("modeling/test_window.py",),
+    ),
+    Mutation("the cache does not advance", "modeling/cache", r"self\.seen \+= length", "self.seen += 0", (PARITY,)),
+    Mutation(
+        "beams do not reorder the state",
+        "modeling/cache",
+        r"held\.index_select\(0, rows\.to\(held\.device\)\)",
+        "held.clone()",
+        (PARITY,),
+        "beam",
+    ),
+    Mutation(
+        "a forked state shares memory",
+        "modeling/cache",
+        r"copy\.deepcopy\(self, \{[^}]*\}\)",
+        "copy.copy(self)",
+        ("modeling/test_generation.py",),
+    ),
+    Mutation(
+        "a state of another model is accepted",
+        "modeling/cache",
+        r'metadata\["model"\] != layout\(model\) or not',
+        "False and not",
+        ("modeling/test_generation.py",),
+    ),
+    Mutation(
+        "layers to retain are ignored",
+        "config",
+        r"return self\.layers is None or layer_index in self\.layers",
+        "return True",
+        (PARITY, "modeling/test_classes.py"),
+    ),
+    Mutation(
+        "the weakest rotary pairs are chosen",
+        "modeling/initialization",
+        r"strength\.topk\(",
+        "(-strength).topk(",
+        ("modeling/test_initialization.py",),
+    ),
+    Mutation(
+        "packed documents are not separated",
+        "modeling/packing",
+        r"return reset\.expand\(batch, -1\)",
+        "return None",
+        (PARITY,),
+    ),
+    # data, training
+    Mutation(
+        "a document's first token is predicted",
+        "data/",
+        r"np\.where\(is_start, IGNORED, ids\)",
+        "ids",
+        ("data/test_batches.py",),
+    ),
+    Mutation(
+        "the seed does not change the order",
+        "data/",
+        r"default_rng\(\[self\.seed, epoch\]\)",
+        "default_rng([0, epoch])",
+        ("data/test_batches.py", TRAINER),
+    ),
+    Mutation(
+        "the limit does not cut a document",
+        "data/token_files",
+        r"ids = ids\[:left\]",
+        "pass",
+        ("data/test_token_files.py",),
+    ),
+    Mutation(
+        "the learning rate does not decay",
+        "training/optimizer",
+        r"0\.5 \* \(1 \+ math\.cos\(math\.pi \* \w+\)\)",
+        "1.0",
+        ("training/test_optimizer.py",),
+    ),
+    Mutation(
+        "norm weights decay",
+        "training/optimizer",
+        r"p\.ndim <= 1 or p in norms",
+        "p.ndim <= 1",
+        ("training/test_optimizer.py",),
+    ),
+    Mutation(
+        "the divergence watch is off",
+        "training/optimizer",
+        r"if self\.above >= self\.patience",
+        "if False",
+        ("training/test_optimizer.py", "training/test_failures.py"),
+    ),
+    Mutation(
+        "a run resumes without optimizer state",
+        "training/",
+        r"if self\.progress\.stage_step:\n( +)saved\.restore_optimizer",
+        r"if False:\n\1saved.restore_optimizer",
+        (TRAINER,),
+    ),
+    Mutation(
+        "the worst validation is called the best",
+        "training/",
+        r'loss <= progress\.best\["loss"\]',
+        'loss >= progress.best["loss"]',
+        (TRAINER,),
+    ),
+    Mutation(
+        "the fitted output ignores the bias",
+        "training/output_fit",
+        r"onto\[:-1\] - gram",
+        "onto[:-1] + gram",
+        ("training/test_losses.py",),
+    ),
+    Mutation(
+        "the distillation loss is not scaled by the temperature",
+        "training/",
+        r"temperature\*\*2 \* divergence",
+        "divergence",
+        ("training/test_chunked_loss.py",),
+    ),
+    # evaluation, decoding
+    Mutation(
+        "a token is scored twice",
+        "evaluation/perplexity",
+        r"Window\(done - length, done, scored\)",
+        "Window(done - length, done, min(length, scored + 1))",
+        (PERPLEXITY,),
+    ),
+    Mutation(
+        "a bucket misses its last position",
+        "evaluation/",
+        r"totals\[start:end\]",
+        "totals[start : end - 1]",
+        (PERPLEXITY,),
+    ),
+    Mutation(
+        "recall asks for the wrong key",
+        "evaluation/",
+        r"block\[2 \* pair : 2 \* pair \+ 1\]",
+        "block[2 * pair + 1 : 2 * pair + 2]",
+        (PERPLEXITY,),
+    ),
+    Mutation(
+        "layers are ranked worst first",
+        "evaluation/layer_ranking",
+        r"= sorted\(zip\(each, candidates, strict=True\)\)",
+        "= sorted(zip(each, candidates, strict=True), reverse=True)",
+        ("evaluation/test_layer_ranking.py",),
+    ),
+    Mutation(
+        "the engine fills the wrong slot",
+        "decode/engine",
+        r"self\.decoder\.fill\(slot, state\)",
+        "self.decoder.fill(0, state)",
+        (ENGINE,),
+    ),
+    Mutation(
+        "top-p keeps one token too many",
+        "decode/sampling",
+        r"scores\.softmax\(-1\)\.cumsum\(-1\) <=",
+        "scores.softmax(-1).cumsum(-1) - scores.softmax(-1) <=",
+        (ENGINE,),
+    ),
+    Mutation("the repetition penalty rewards", "decode/sampling", r"scores / penalty", "scores * penalty", (ENGINE,)),
+    # loading, settings, reports, errors
+    Mutation(
+        "a model from a GGUF file stays quantized",
+        "",
+        r'"quantization_method", None\) == "gguf"',
+        '"quantization_method", None) == "none"',
+        ("test_loading_gguf.py",),
+    ),
+    Mutation(
+        "an unknown setting is accepted",
+        "config",
+        r"raise ConfigError\(\n\s+f\"unknown setting[^)]*\)[^)]*\)[^)]*\)",
+        "pass",
+        ("test_config.py",),
+    ),
+    Mutation(
+        "an error does not show the value found",
+        "config",
+        r"must be at most \{largest:,\}, found \{value:,\}",
+        "is too large",
+        ("test_config.py", "cli/test_bad_values.py", "cli/test_bad_input.py"),
+    ),
+    Mutation(
+        "the report's ratio is inverted", "report/", r"above / below", "below / above", ("report/test_report.py",)
+    ),
+    Mutation(
+        "a grid's run ignores its seed",
+        "experiments/grid",
+        r"replace\(recipe, seed=seed\)",
+        "recipe",
+        ("experiments/test_grid.py",),
+    ),
+]
