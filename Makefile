@@ -16,6 +16,10 @@ test: lint
 test-full: lint
 	$(PYTEST) -m ''
 
+# Breaks the package on purpose, one edit at a time, and names the test that notices each.
+mutations: .venv/.installed-test
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m mutations -o results/mutations.json
+
 lint: .venv/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
