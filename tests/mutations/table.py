@@ -96,7 +96,14 @@ MUTATIONS = [
         "logits = logits * 1.0",
         ("modeling/test_window.py",),
     ),
-    Mutation("the cache does not advance", "modeling/cache", r"self\.seen \+= length", "self.seen += 0", (PARITY,)),
+    Mutation("positions do not advance", "modeling/cache", r"self\.lengths \+= real", "pass", (PARITY,)),
+    Mutation(
+        "the cache does not count tokens",
+        "modeling/cache",
+        r"self\.seen \+= length",
+        "self.seen += 0",
+        ("modeling/test_generation.py",),
+    ),
     Mutation(
         "beams do not reorder the state",
         "modeling/cache",
@@ -243,18 +250,18 @@ MUTATIONS = [
     Mutation(
         "the engine fills the wrong slot",
         "decode/engine",
-        r"self\.decoder\.fill\(slot, state\)",
-        "self.decoder.fill(0, state)",
+        r"self\.decoder\.set_slot\(slot, state\)",
+        "self.decoder.set_slot(0, state)",
         (ENGINE,),
     ),
     Mutation(
         "top-p keeps one token too many",
-        "decode/sampling",
+        "decode/",
         r"scores\.softmax\(-1\)\.cumsum\(-1\) <=",
         "scores.softmax(-1).cumsum(-1) - scores.softmax(-1) <=",
         (ENGINE,),
     ),
-    Mutation("the repetition penalty rewards", "decode/sampling", r"scores / penalty", "scores * penalty", (ENGINE,)),
+    Mutation("the repetition penalty rewards", "decode/", r"scores / penalty", "scores * penalty", (ENGINE,)),
     # loading, settings, reports, errors
     Mutation(
         "a model from a GGUF file stays quantized",
