@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from helpers.sample_results import COST
 
 from fastweights.report import ReportError, fill_page
+from fastweights.report.page import Table
 from fastweights.report.values import value_text
 
 RESULT = {
@@ -109,3 +111,23 @@ def test_value_that_is_not_closed_is_refused(folder: Path) -> None:
     page.write_text("It is <!-- value: results/x.json a.whole -->3\n<!-- end -->\n")
     with pytest.raises(ReportError, match=r"line (1|2): .*end -->"):
         fill_page(page)
+
+
+def test_figure_is_drawn_beside_the_page(folder: Path) -> None:
+    (folder.parent / "results/cost.json").write_text(json.dumps(COST))
+    page, figure = folder / "page.md", folder / "page_cost.svg"
+    page.write_text("<!-- figure: results/cost.json -->\n<!-- end -->\n")
+    assert fill_page(page) and not fill_page(page)
+    assert "](page_cost.svg)" in page.read_text() and "<svg" in figure.read_text()
+    figure.unlink()
+    assert fill_page(page, write=False)
+    page.write_text("<!-- figure: results/no.json -->\n<!-- end -->\n")
+    with pytest.raises(ReportError, match=r"line 1: .*no\.json"):
+        fill_page(page)
+
+
+def test_given_parts_need_no_result_files(folder: Path) -> None:
+    page = folder / "page.md"
+    page.write_text("<!-- report: mine -->\n<!-- end -->\n")
+    assert fill_page(page, parts={"mine": Table(["a"], [["b"]])})
+    assert page.read_text() == "<!-- report: mine -->\n| a |\n| --- |\n| b |\n<!-- end -->\n"
