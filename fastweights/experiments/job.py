@@ -156,17 +156,17 @@ class Job:
         except CheckpointError as error:
             raise GridError(f"{str(error).split('; ')[0]}; delete it, and the run is done again") from error
 
-    def prepare(self, memory_share: float) -> str:
-        """Make `training` ready for `fastweights train --resume`; returns what that will do, for the log."""
+    def prepare(self, memory_share: float) -> None:
+        """Make `training` ready for `fastweights train --resume`, which starts the run or resumes it."""
         run = self.training / saved.RUN
         # a run with a checkpoint was compared with its settings before the first process started
-        if run.is_file() and (self._has_checkpoint() or saved.read_json(self._started) == self.settings()):
-            write_json(run, saved.read_json(run) | {"memory_share": memory_share})
-            return "resumed"
-        write_json(run, self._start_over(memory_share).to_dict())
-        return "started"
+        resumes = run.is_file() and (self._has_checkpoint() or saved.read_json(self._started) == self.settings())
+        with self.log.open("a") as log:
+            print("resumed" if resumes else "started", file=log)
+        config = saved.read_json(run) if resumes else self._start_over().to_dict()
+        write_json(run, config | {"memory_share": memory_share})
 
-    def _start_over(self, memory_share: float) -> TrainConfig:
+    def _start_over(self) -> TrainConfig:
         setup, config, converted = self.setup, self.variant.config, self.folder / "converted"
         for folder in (self.training, converted):
             shutil.rmtree(folder, ignore_errors=True)
@@ -182,7 +182,6 @@ class Job:
             validation=setup.validation,
             limit=setup.limit,
             device=setup.device,
-            memory_share=memory_share,
         )
 
     def finish(self) -> None:

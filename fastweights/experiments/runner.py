@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -226,21 +226,23 @@ class _Runner:
     def _start(self, job: Job, lock: TextIO) -> None:
         self.display.start(job.name, job.variant.tokens)
         process = None
-        with job.log.open("a") as log:
-            try:
-                if not job.is_trained():
-                    print(job.prepare(1 / self.at_once), file=log, flush=True)
-                    arguments = ["train", "--resume", str(job.training), "--parent", str(os.getpid())]
-                    process = launch(arguments, log, lock, threads=max(1, torch.get_num_threads() // self.at_once))
-                    lock.truncate(0)
-                    print(process.pid, end="", file=lock, flush=True)
-            except Exception as error:
-                traceback.print_exc(file=log)
-                self._end(job, lock, str(error))
+        if not job.is_trained():
+            reason = _failure(job, lambda: job.prepare(1 / self.at_once))
+            if reason:
+                self._end(job, lock, reason)
                 return
+            process = self._launch(job, lock)
         self.running.append(_Training(job, process, lock))
         if self.outcome.stop_signal:  # it came in the meantime
             self._terminate()
+
+    def _launch(self, job: Job, lock: TextIO) -> Any:
+        arguments = ["train", "--resume", str(job.training), "--parent", str(os.getpid())]
+        with job.log.open("a") as log:
+            process = launch(arguments, log, lock, threads=max(1, torch.get_num_threads() // self.at_once))
+        lock.truncate(0)
+        print(process.pid, end="", file=lock, flush=True)
+        return process
 
     def _terminate(self) -> None:
         for training in self.running:
@@ -255,19 +257,10 @@ class _Runner:
             self.display.update(job.name, logged.get("tokens"), None if loss is None else perplexity(loss))
             if exit_code is not None:
                 self.running.remove(training)
-                self._end(job, training.lock, self._finish(job, exit_code))
-
-    def _finish(self, job: Job, exit_code: int) -> str:
-        """Why the run is not done; nothing if it is. A run that diverged has a result, too."""
-        if not job.is_trained():
-            return _reason(job, exit_code)
-        try:
-            job.finish()
-        except Exception as error:
-            with job.log.open("a") as log:
-                traceback.print_exc(file=log)
-            return str(error)
-        return ""
+                # a run that diverged has a result, too, whatever its exit code is
+                reason = _failure(job, job.finish) if job.is_trained() else _reason(job, exit_code)
+                torch.cuda.empty_cache()  # the next run may need what the tests took
+                self._end(job, training.lock, reason)
 
     def _end(self, job: Job, lock: TextIO, reason: str = "") -> None:
         lock.close()
@@ -299,6 +292,17 @@ class _Runner:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _failure(job: Job, step: Callable[[], None]) -> str:
+    """Do a step of a run; returns why it failed, or nothing. Others continue, so the traceback goes to its log."""
+    try:
+        step()
+    except Exception as error:
+        with job.log.open("a") as log:
+            traceback.print_exc(file=log)
+        return str(error) or type(error).__name__
+    return ""
 
 
 def _reason(job: Job, exit_code: int) -> str:

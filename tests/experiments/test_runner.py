@@ -222,7 +222,10 @@ def test_damaged_result_is_named(files: Files, compared: tuple[Any, ...], tmp_pa
 def test_a_resumed_run_gets_the_memory_share_of_now(files: Files, tmp_path: Path) -> None:
     setup = runner.make_setup(tmp_path, str(files.base), str(files.data), str(files.validation), device="cpu")
     job = Job(setup, Variant("one", "one", make_recipe(FINETUNE)))
-    assert [job.prepare(share) for share in (1.0, 0.25)] == ["started", "resumed"]
+    job.folder.mkdir(parents=True)
+    for share in (1.0, 0.25):
+        job.prepare(share)
+    assert job.log.read_text() == "started\nresumed\n"
     assert json.loads((job.training / checkpoint.RUN).read_text())["memory_share"] == 0.25
 
 
@@ -277,6 +280,16 @@ def test_killed_process_is_a_failed_run(files: Files, tmp_path: Path, monkeypatc
     monkeypatch.setattr(runner, "launch", launch_killed)
     found = run(*typed(files, write_grid(tmp_path, {"one": {"rule": "decay"}}), tmp_path))
     assert found.exit_code == 1 and "one: ended by SIGKILL" in found.stderr
+
+
+def test_error_without_a_message_is_a_failed_run(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(Job, "prepare", fail)
+    found = run(*typed(files, write_grid(tmp_path, {"one": {"rule": "decay"}}), tmp_path))
+    assert found.exit_code == 1 and "one: AssertionError (see " in found.stderr
+    assert "Traceback" in (tmp_path / "runs/one/log.txt").read_text()
 
 
 def processes_of(output: Path) -> dict[str, int]:
