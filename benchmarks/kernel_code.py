@@ -25,20 +25,20 @@ from fastweights.ops.triton.blocks import SEGMENT_TILE, TILE
 from fastweights.utils.provenance import write_result
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-FLOAT32 = {"starts", "end", "dends", "dstart", "sums", "kepts"}
+FLOAT32 = {"starts", "end", "dends", "dstart", "sums", "decays"}
 LAUNCHES = {
-    "forward": (tiled.forward, {"START": False, "KEEP": False, "TILE": TILE}),
+    "forward": (tiled.forward, {"HAS_START": False, "SAVE_STATES": False, "TILE": TILE}),
     "backward": (tiled.backward, {"TILE": TILE}),
-    "segments": (tiled.segment_sums, {"BACK": False, "TILE": SEGMENT_TILE}),
+    "segments": (tiled.segment_sums, {"REVERSE": False, "TILE": SEGMENT_TILE}),
 }
 
 
 def compiled(name: str) -> tuple[Any, int]:
     kernel, kinds = LAUNCHES[name]
-    shape = launch.Shape("decay", 32, 1024, 12, 32, 64, torch.bfloat16, False, torch.device("cpu"))
+    shape = launch.ProblemShape("decay", 32, 1024, 12, 32, 64, torch.bfloat16, False, torch.device("cpu"))
     plan = launch.Plan(shape)
     choice = getattr(plan.blocks, name)
-    options = {**plan.kinds, **kinds, **choice.options}
+    options = {**plan.constants, **kinds, **choice.options}
     signature: dict[str, str] = {}
     for argument in kernel.arg_names:
         known = "constexpr" if argument in options else "i32" if argument in ("length", *tiled.SIZES) else None

@@ -8,8 +8,8 @@ The truth is the chunked form in float64, which tests hold to 1e-10 of the loop,
 it gets the same inputs as the operation. Errors are ||found - truth|| / ||truth||, with these floors:
 - a tensor whose elements are smaller than SMALLEST (a state after a hundred closed gates);
 - some gradients are differences of terms that may be much larger, and are compared with at least CANCELLED of these:
-  a gate's is q dq - k dk or y dy - v dv (rules/README.md), and zero where the gate is past the rules' floor; that of a
-  query whose output is normalised is zero along the query (so all of it where m is 1: compared with the whole term),
+  a gate's is q dq - k dk or y dy - v dv (docs/derivations.md), and zero where the gate is past the floor; that of
+  a query whose output is normalised is zero along the query (so all of it where m is 1: compared with the whole term),
   and, as that of a key, zero where only one token is remembered; delta's state is erased along the first keys, all of
   it where m is 1, and what is left of its gradient is compared with the upstream gradient of a state.
 Kernels are compiled for padded widths, flags and dtypes, so these come in a fixed number of kinds; sizes vary freely.

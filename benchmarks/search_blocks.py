@@ -50,14 +50,18 @@ def pass_of(kernel: str, rule: str, m: int, dtype: torch.dtype, batch: int, leng
     if kernel == "segments":
         batch, length = max(1, batch // 16), length * 16
     q, k, v, gates, dy = inputs(rule, m, dtype, batch, length)
-    plan = launch.Plan(launch.shape_of(rule, q, k, v, None))
+    plan = launch.Plan(launch.problem_shape(rule, q, k, v, None))
     if kernel == "forward":
         return lambda: launch.forward(plan, q, k, v, gates, None, None, True)[:2]
     _, end, *saved = launch.forward(plan, q, k, v, gates, None, None, True)
     dend = torch.randn_like(end)
     if kernel == "backward":
         return lambda: launch.backward(plan, q, k, v, gates, None, saved, dy, dend)
-    return lambda: [launch._segments(plan, False, plan.parts, plan.segment, k, v, gates, None, torch.zeros_like(end))]
+    return lambda: [
+        launch._segment_boundaries(
+            plan, False, plan.segments, plan.segment_length, k, v, gates, None, torch.zeros_like(end)
+        )
+    ]
 
 
 def with_choice(kernel: str, family: str, width: str, bm: int, choice: tuple[int, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Pretrained model -> fast-weight model; loading and saving with errors that say what to do."""
+"""Conversion of a pretrained model into a fast-weight model."""
 
 from __future__ import annotations
 
@@ -11,10 +11,23 @@ from fastweights.config import ConfigError, FastWeightsConfig
 from fastweights.modeling.classes import CLASSES, FastWeightsMixin, keep_softcap, new_layer, use_converted_classes
 from fastweights.modeling.families import Family, family_of
 from fastweights.modeling.layer import FastWeightsAttention
+from fastweights.utils.errors import Argument
 
 
 def convert(model: Any, config: FastWeightsConfig | None = None) -> Any:
-    """Replace a pretrained model's attention, in place, by fast weights; the same object comes back."""
+    """Replace the attention of a pretrained model by fast weights, in place.
+
+    Args:
+        model: a causal language model of transformers, in a float dtype and in memory.
+        config: the settings. None: the defaults of FastWeightsConfig.
+
+    Returns:
+        The same object, now of the registered class of its family: it generates, saves and loads as before.
+
+    Raises:
+        ConfigError: if the model is already converted, quantized or offloaded, or a setting does not fit it.
+        UnknownFamilyError: if its family is not supported.
+    """
     config = FastWeightsConfig() if config is None else config
     if isinstance(model, str | os.PathLike):
         raise ConfigError(
@@ -43,20 +56,27 @@ def convert(model: Any, config: FastWeightsConfig | None = None) -> Any:
 
 
 def drop_gguf_quantizer(model: Any) -> None:
-    """transformers reads a GGUF file into plain floats, yet goes on calling it quantized and will not save it."""
+    """Remove the quantizer from a model that transformers read from a GGUF file.
+
+    The weights are plain floats by then, but transformers still calls the model quantized and refuses to save it.
+    """
     if getattr(model, "quantization_method", None) == "gguf" and all(p.is_floating_point() for p in model.parameters()):
         del model.hf_quantizer, model.is_quantized, model.quantization_method, model.config.quantization_config
 
 
 def check_layers(config: FastWeightsConfig, count: int) -> None:
+    """Raise ConfigError if `config.layers` names a layer that does not exist."""
     beyond = [i for i in config.layers or () if i >= count]
     if beyond:
-        raise ConfigError(f"layers={beyond} do not exist: the model has {count} layers, numbered 0 to {count - 1}")
+        raise ConfigError(
+            Argument("layers"), f"={beyond} do not exist: the model has {count} layers, numbered 0 to {count - 1}"
+        )
 
 
 def _new_layer(
     family: Family, block: nn.Module, model_config: Any, config: FastWeightsConfig, index: int
 ) -> FastWeightsAttention:
+    """The converted layer of a block, on the device and in the dtype of the old one."""
     old = family.attention_of(block)
     like = next(old.parameters(), None)
     if like is None or not like.is_floating_point():
@@ -72,14 +92,24 @@ def _new_layer(
     return layer.to(device=like.device, dtype=like.dtype).train(old.training)
 
 
-# Parts of a converted layer that are new or normed: small, so LoRA trains and saves them whole.
-_SMALL_PARTS = ("gates.f", "gates.z", "gates.g", "feature_map", "output_norm", "mix", "q_norm", "k_norm")
+# Modules of a converted layer that are new, and norms. They are small, so LoRA trains and saves them completely.
+_SMALL_MODULES = ("gates.f", "gates.z", "gates.g", "feature_map", "output_norm", "mix", "q_norm", "k_norm")
 
 
 def lora_modules(model: Any) -> dict[str, list[str]]:
-    """Arguments for peft's LoraConfig: low-rank updates on the projections, all other new parameters saved whole."""
+    """Arguments for peft's LoraConfig: low-rank updates of the projections; small new modules are trained completely.
+
+    Args:
+        model: a converted model.
+
+    Returns:
+        `target_modules` and `modules_to_save`, to be passed as LoraConfig(**fw.lora_modules(model), ...).
+
+    Raises:
+        ConfigError: if the model is not converted.
+    """
     if not isinstance(model, FastWeightsMixin):
         raise ConfigError(f"lora_modules takes a converted model, found a {type(model).__name__}")
     with_parameters = [name for name, module in model.named_modules() if any(True for _ in module.parameters(False))]
-    present = [part for part in _SMALL_PARTS if any(name.endswith(f".{part}") for name in with_parameters)]
+    present = [part for part in _SMALL_MODULES if any(name.endswith(f".{part}") for name in with_parameters)]
     return {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "modules_to_save": present}

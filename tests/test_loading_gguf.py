@@ -54,7 +54,7 @@ def write_tiny_llama(path: Path) -> None:
     writer.close()
 
 
-def test_a_gguf_file_is_converted_and_saved(tmp_path: Path) -> None:
+def test_gguf_file_can_be_converted_saved_and_loaded(tmp_path: Path) -> None:
     write_tiny_llama(tmp_path / "tiny.gguf")
     model = fw.convert(load(tmp_path / "tiny.gguf"), fw.FastWeightsConfig(m=8))
     save(model, tmp_path / "converted")

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def print_description(described: Description, name: str) -> None:
-    from fastweights.modeling.description import facts
+    from fastweights.modeling.description import summarize
 
     summary = Table(title=escape(name), title_justify="left", show_header=False, box=None)
-    for label, value in facts(described).items():
+    for label, value in summarize(described).items():
         summary.add_row(label, value)
     headers = ("tokens", "this model", "KV cache of the base model")
     memory = Table(*(Column(header, justify="right") for header in headers), box=None)

@@ -22,7 +22,7 @@ from fastweights.modeling.cache import FastWeightsCache
 from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.modes import evaluating
 from fastweights.modeling.positions import check_length
-from fastweights.ops.device import obstacle
+from fastweights.ops.device import unsupported_reason
 from fastweights.utils.errors import Argument
 from fastweights.utils.progress import track
 
@@ -383,7 +383,7 @@ def _check_model(model: Any) -> None:
 
 
 def _check_kernels(model: Any, kernels: bool | None) -> None:
-    reason = obstacle(model.device, model.dtype, interpreter=True) if kernels else None
+    reason = unsupported_reason(model.device, model.dtype, interpreter=True) if kernels else None
     if reason is not None:
         raise ConfigError(Argument("kernels"), f"=True cannot be used here: {reason}; leave it out")
 

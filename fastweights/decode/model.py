@@ -21,10 +21,16 @@ from fastweights.config import LOCAL, ConfigError, FastWeightsConfig
 from fastweights.modeling.cache import FastWeightsCache
 from fastweights.modeling.classes import new_layer
 from fastweights.modeling.families import Family
-from fastweights.modeling.families.base import Parts, stored_less_one
-from fastweights.modeling.layer import FastWeightsAttention, LocalAttention, Projections, RecurrentAttention, rotate
-from fastweights.modeling.window import Past
-from fastweights.ops.linear import Linear, Norm, NormSums, Scratch
+from fastweights.modeling.families.base import ModulePaths, adds_one_to_weight
+from fastweights.modeling.layer import (
+    FastWeightsAttention,
+    LocalAttention,
+    Projections,
+    RecurrentAttention,
+    apply_rotary,
+)
+from fastweights.modeling.window import WindowCache
+from fastweights.ops.linear import FusedLinear, Norm, NormSums, SplitKWorkspace
 from fastweights.ops.step import (
     Rotary,
     can_overlap,
@@ -110,7 +116,7 @@ class DecodeModel:
 
     def __init__(self, model: Any, batch_size: int, kernels: bool | None = None, max_length: int | None = None) -> None:
         family: Family = model.family
-        parts, config = family.parts, model.config
+        parts, config = family.module_paths, model.config
         _check_supported(model)
         assert parts is not None
         self.tokens = torch.zeros(batch_size, dtype=torch.long, device=model.device)
@@ -131,7 +137,7 @@ class DecodeModel:
             for i, block in enumerate(family.blocks(model))
         ]
 
-    def _pack_embedding(self, model: Any, parts: Parts) -> None:
+    def _pack_embedding(self, model: Any, parts: ModulePaths) -> None:
         self.embedding: Tensor = model.get_submodule(parts.embedding).weight.detach()
         self.embedding_scale = None
         if parts.scales_embedding:
@@ -141,7 +147,7 @@ class DecodeModel:
             table = model.get_submodule(parts.positions)
             self.position_table = table.weight.detach()[getattr(table, "offset", 0) :]
 
-    def _pack_head(self, model: Any, parts: Parts) -> None:
+    def _pack_head(self, model: Any, parts: ModulePaths) -> None:
         weight, bias = _weight(model.get_output_embeddings())
         norm = _norm(model.get_submodule(parts.final_norm))
         self.head = self.context.linear(weight, bias, norm)
@@ -199,15 +205,15 @@ class DecodeContext:
     def __post_init__(self) -> None:
         self.batch_size, self.device = len(self.positions), self.positions.device
         self.overlap = self.kernels and can_overlap(self.device)
-        self.scratch = Scratch(self.device) if self.kernels else None
+        self.workspace = SplitKWorkspace(self.device) if self.kernels else None
 
     def buffer(self, *shape: int) -> Tensor:
         """A static buffer [B,*shape]."""
         return torch.zeros(self.batch_size, *shape, dtype=self.dtype, device=self.device)
 
-    def linear(self, weight: Tensor, bias: Tensor | None, norm: Norm | None = None, **options: Any) -> Linear:
-        options |= dict(kernel=self.kernels, overlap=self.overlap, scratch=self.scratch)
-        return Linear(weight, bias, norm, **options)
+    def linear(self, weight: Tensor, bias: Tensor | None, norm: Norm | None = None, **options: Any) -> FusedLinear:
+        options |= dict(kernel=self.kernels, overlap=self.overlap, workspace=self.workspace)
+        return FusedLinear(weight, bias, norm, **options)
 
     def ring(self, width: int, heads: int) -> RingIndex:
         """The index that all layers with ring buffers of this shape share."""
@@ -219,7 +225,7 @@ class DecodeContext:
 class RotaryEmbedding:
     """cos and sin [B,R] of the current positions, float32."""
 
-    def __init__(self, model: Any, parts: Parts, kind: str, batch_size: int) -> None:
+    def __init__(self, model: Any, parts: ModulePaths, kind: str, batch_size: int) -> None:
         rotary = model.get_submodule(str(parts.rotary))
         prefix = f"{kind}_" if kind else ""
         rope_type = rotary.rope_type[kind] if kind else rotary.rope_type
@@ -281,7 +287,7 @@ class PackedHeads:
             q, k = self.projections.q_norm(q), self.projections.k_norm(k)
         if self.rotary is not None:
             cos, sin, planes = self.rotary
-            q, k = (rotate(x[:, None], cos[:, None], sin[:, None], planes)[:, 0] for x in (q, k))
+            q, k = (apply_rotary(x[:, None], cos[:, None], sin[:, None], planes)[:, 0] for x in (q, k))
         return q, k
 
 
@@ -391,7 +397,7 @@ class DecodeWindow:
         return torch.matmul(weights.to(self.values.dtype), self.values).flatten(1, 2)
 
     def set_slot(self, slot: int, layer: Any, lengths: Tensor) -> None:
-        past = layer.get_all(Past)
+        past = layer.get_all(WindowCache)
         self._write(slot, past.k[0].transpose(0, 1), past.v[0].transpose(0, 1), lengths)
 
     def _write(self, slot: int, keys: Tensor, values: Tensor, lengths: Tensor) -> None:
@@ -426,7 +432,7 @@ class DecodeBlock:
         index: int,
         rotary: RotaryEmbedding | None,
     ) -> None:
-        parts = family.parts
+        parts = family.module_paths
         assert parts is not None
         original = family.attention_of(block)
         converted = isinstance(original, FastWeightsAttention)
@@ -453,7 +459,7 @@ class DecodeBlock:
         self.branch = context.buffer(config.hidden_size)
         self.parallel = bool(getattr(config, "use_parallel_residual", False))
 
-    def _pack_mlp(self, context: DecodeContext, parts: Parts, block: nn.Module, config: Any) -> None:
+    def _pack_mlp(self, context: DecodeContext, parts: ModulePaths, block: nn.Module, config: Any) -> None:
         name = getattr(config, parts.activation)
         if name not in ACTIVATION_NAMES:
             raise UnsupportedModel(f"the decode engine has no activation {name!r}")
@@ -485,7 +491,7 @@ class DecodeBlock:
         assert y is not None
         return y
 
-    def _add(self, hidden: Tensor, sums: NormSums, linear: Linear, x: Tensor, norm: Norm | None) -> None:
+    def _add(self, hidden: Tensor, sums: NormSums, linear: FusedLinear, x: Tensor, norm: Norm | None) -> None:
         if norm is None:
             linear(x, hidden, add=True, sums=sums)
         else:
@@ -497,8 +503,8 @@ class DecodeBlock:
 
 
 def _check_supported(model: Any) -> None:
-    parts, parameters = model.family.parts, list(model.parameters())
-    if parts is None or not parts.holds(model.config):
+    parts, parameters = model.family.module_paths, list(model.parameters())
+    if parts is None or not parts.supports(model.config):
         raise UnsupportedModel(f"the decode engine does not know this form of {model.family.name}")
     for name, values in (("devices", {p.device for p in parameters}), ("dtypes", {p.dtype for p in parameters})):
         if len(values) > 1:
@@ -553,11 +559,11 @@ def _norm(norm: Any) -> Norm:
         if norm.weight is None:
             raise UnsupportedModel("it has a layer norm without weights")
         return Norm(norm.weight.detach(), None if norm.bias is None else norm.bias.detach(), norm.eps, centred=True)
-    weight = norm.weight.detach().float() + 1 if stored_less_one(norm) else norm.weight.detach()
+    weight = norm.weight.detach().float() + 1 if adds_one_to_weight(norm) else norm.weight.detach()
     return Norm(weight, None, getattr(norm, "variance_epsilon", None) or norm.eps, centred=False)
 
 
-def _rotary_kinds(model: Any, parts: Parts) -> list[str]:
+def _rotary_kinds(model: Any, parts: ModulePaths) -> list[str]:
     """For each layer the kind of its rotary frequencies, in models that have several; [] without rotary embedding."""
     if parts.rotary is None:
         return []

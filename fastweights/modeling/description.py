@@ -1,7 +1,7 @@
-"""What a model is and what it keeps in memory while it generates: plain arithmetic, no weights needed.
+"""What a model is and how much memory it keeps while it generates: plain arithmetic, without weights.
 
-Bytes are for one sequence, in the model's own dtype. An attention layer keeps keys and values for every token (up to
-its sliding window, where it has one); a converted layer keeps a state of constant size.
+Bytes are for one sequence, in the model's own dtype. An attention layer caches keys and values of every token (up to
+its sliding window, where it has one); a converted layer has a state of constant size.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from fastweights.modeling.families import Family, UnknownFamilyError, family_of
 from fastweights.modeling.layer import AttentionShape, FastWeightsAttention
 from fastweights.utils.errors import CheckpointError
 
-TEXT_LENGTHS = (1024, 8192, 65536)
+SEQUENCE_LENGTHS = (1024, 8192, 65536)
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes kept after `tokens` tokens by this model and by the model it was made from."""
+class MemoryUse:
+    """Bytes kept after `tokens` tokens by this model (`here`) and by its base model (`attention`)."""
 
     tokens: int
     here: int
@@ -38,7 +38,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Description:
-    """`settings` is None for a model that is not converted; `state_bytes` are those of the converted layers."""
+    """What a model is. `settings` is None if it is not converted; `state_bytes` counts the converted layers."""
 
     family: str
     settings: FastWeightsConfig | None
@@ -48,7 +48,7 @@ class Description:
     parameters: int
     base_parameters: int
     state_bytes: int
-    memory: tuple[Memory, ...]
+    memory: tuple[MemoryUse, ...]
 
     @property
     def added_parameters(self) -> int:
@@ -59,7 +59,7 @@ def describe(model: Any) -> Description:
     """Describe a model, converted or not; its parameters may be on the meta device."""
     converted = isinstance(model, FastWeightsMixin)
     family = family_of(model)
-    layers = layers_of(model, family)
+    layers = layer_memory(model, family)
     state_bytes = sum(layer.state_bytes for layer in layers)
     return Description(
         family=family.name,
@@ -70,12 +70,17 @@ def describe(model: Any) -> Description:
         parameters=_count(model),
         base_parameters=_count(_base_on_meta(model, family)) if converted else _count(model),
         state_bytes=state_bytes,
-        memory=tuple(_memory(layers, state_bytes, tokens) for tokens in TEXT_LENGTHS),
+        memory=tuple(_memory(layers, state_bytes, tokens) for tokens in SEQUENCE_LENGTHS),
     )
 
 
 def describe_folder(folder: str | os.PathLike) -> Description:
-    """Describe a saved model by its config.json alone."""
+    """Describe a saved model from its config.json alone.
+
+    Raises:
+        CheckpointError: if there is no config.json, or it does not describe a model.
+        UnknownFamilyError: if the model's family is not supported.
+    """
     if not (Path(folder) / "config.json").is_file():
         raise CheckpointError(f"{folder} is not a checkpoint: no config.json there (save_pretrained writes one)")
     try:
@@ -88,56 +93,68 @@ def describe_folder(folder: str | os.PathLike) -> Description:
         raise CheckpointError(f"{folder}: config.json does not describe a model: {error}") from error
 
 
-def facts(described: Description) -> dict[str, str]:
-    """A description in words, one line for each thing said."""
+def summarize(described: Description) -> dict[str, str]:
+    """A description as labels and texts, for printing."""
     model = {"family": described.family, "dtype": described.dtype}
     if described.settings is None:
         return model | {"rule": "softmax attention (not converted)", "parameters": f"{described.parameters:,}"}
     settings = {name: str(value) for name, value in described.settings.to_dict().items() if name != "layers"}
     hybrid = len(described.converted) < described.layers
-    numbers = f": {', '.join(map(str, described.converted))}" if hybrid else ""
+    indices = f": {', '.join(map(str, described.converted))}" if hybrid else ""
     return model | {
         **settings,
-        "layers converted": f"{len(described.converted)} of {described.layers}{numbers}",
+        "layers converted": f"{len(described.converted)} of {described.layers}{indices}",
         "parameters": f"{described.parameters:,} ({described.added_parameters:+,} against the base model)",
         "state": f"{described.state_bytes:,} bytes, however long the text",
     }
 
 
 @dataclass(frozen=True)
-class _Layer:
-    """`token_bytes`: keys and values of one token where the layer is attention; it keeps `reach` tokens at most
-    (one less than a sliding window, which the new token completes)."""
+class LayerMemory:
+    """Memory of one layer.
+
+    Attributes:
+        converted: whether the layer has a state instead of attention.
+        state_bytes: size of that state.
+        token_bytes: keys and values of one token, if the layer is attention.
+        max_tokens: the most tokens that attention caches: one less than its sliding window, since the new token
+            completes it. None: all.
+    """
 
     converted: bool
     state_bytes: int
     token_bytes: int
-    reach: int | None
+    max_tokens: int | None
 
     def attention_bytes(self, tokens: int) -> int:
-        return self.token_bytes * (tokens if self.reach is None else min(tokens, self.reach))
+        """Bytes of keys and values after `tokens` tokens, if the layer is attention."""
+        return self.token_bytes * (tokens if self.max_tokens is None else min(tokens, self.max_tokens))
 
 
-def layers_of(model: Any, family: Family) -> list[_Layer]:
-    slots = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+def layer_memory(model: Any, family: Family) -> list[LayerMemory]:
+    """The memory of each layer of a model."""
+    caches = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     layers = []
-    for block, slot in zip(family.blocks(model), slots, strict=True):
+    for block, cache in zip(family.blocks(model), caches, strict=True):
         attention: Any = family.attention_of(block)
         converted = isinstance(attention, FastWeightsAttention)
         shape = attention.shape if converted else family.shape(attention, model.config)
         state_bytes = _state_bytes(shape, attention.config, model.dtype) if converted else 0
         token_bytes = _token_bytes(shape, model.dtype)
-        window = getattr(slot, "sliding_window", None)
-        layers.append(_Layer(converted, state_bytes, token_bytes, None if window is None else window - 1))
+        window = getattr(cache, "sliding_window", None)
+        layers.append(LayerMemory(converted, state_bytes, token_bytes, None if window is None else window - 1))
     return layers
 
 
 def _token_bytes(shape: AttentionShape, dtype: torch.dtype) -> int:
+    """Bytes of the key and value of one token."""
     return 2 * shape.kv_heads * shape.head_dim * dtype.itemsize
 
 
 def _state_bytes(shape: AttentionShape, config: FastWeightsConfig, dtype: torch.dtype) -> int:
-    """The state [S,d,m] in at least float32, a row more for a normaliser; a window's last w - 1 keys and values."""
+    """Bytes of a converted layer: the state [S,d,m] in at least float32, one more row for a normaliser, and the w - 1
+    cached keys and values of a window.
+    """
     state = 0
     if config.rule != LOCAL:
         states = shape.heads if config.state_heads == "query" else shape.kv_heads
@@ -147,9 +164,9 @@ def _state_bytes(shape: AttentionShape, config: FastWeightsConfig, dtype: torch.
     return state + max(0, shape.window(config) - 1) * (_token_bytes(shape, dtype) + mask_byte)
 
 
-def _memory(layers: list[_Layer], state_bytes: int, tokens: int) -> Memory:
+def _memory(layers: list[LayerMemory], state_bytes: int, tokens: int) -> MemoryUse:
     kept = sum(layer.attention_bytes(tokens) for layer in layers if not layer.converted)
-    return Memory(tokens, state_bytes + kept, sum(layer.attention_bytes(tokens) for layer in layers))
+    return MemoryUse(tokens, state_bytes + kept, sum(layer.attention_bytes(tokens) for layer in layers))
 
 
 def _count(model: nn.Module) -> int:
@@ -157,6 +174,6 @@ def _count(model: nn.Module) -> int:
 
 
 def _base_on_meta(model: Any, family: Family) -> nn.Module:
-    """The model that this one was made from, without its numbers."""
+    """The model from which this one was converted, on the meta device."""
     with torch.device("meta"):
         return getattr(transformers, family.model_class)(copy.deepcopy(model.config))

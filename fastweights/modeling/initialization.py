@@ -1,9 +1,9 @@
-"""New parameters from pretrained ones.
+"""Initialises a new layer from the pretrained attention that it replaces.
 
-Queries and keys of the pretrained width are copied; narrower ones are the best approximation of each head's query-key
-form that fits (biases included); wider ones hold the form exactly and leave room to learn.
+Queries and keys of the pretrained width are copied. Narrower ones are the best approximation of each head's bilinear
+form q^T k that fits, biases included. Wider ones represent it exactly and leave room to learn.
 
-Shapes: weights with the bias as one more column, D' = D + 1: q [S,G,n,D'] (G query heads to a state), k [S,n,D']
+Shapes: weights with the bias as one more column, D' = D + 1: q [S,G,n,D'] (G query heads per state), k [S,n,D']
 """
 
 from __future__ import annotations
@@ -19,25 +19,27 @@ from fastweights.modeling.layer import AttentionShape, FastWeightsAttention, Hea
 
 ADD_VALUE_SCALE = 1 / 512
 DELTA_GATE = 0.007
-# The value gate of gate_init="log" remembers this many times longer than the slowest key gate.
+# With gate_init="log", the value gate remembers this many times longer than the slowest key gate.
 OPEN_GATE_FACTOR = 4
-# Start of the window's share in the mix with the rule; docs/experiments.md has the trial.
+# Initial share of the window in the mix with the rule; see the experiment log.
 WINDOW_SHARE = 0.98
 
 
 class Factors(NamedTuple):
-    """Queries q [S,G,r,D'] and keys k [S,r,D'], norm weights q_norm [S,G,n] and k_norm [S,n], rotary planes [S,P]."""
+    """Queries q [S,G,r,D'] and keys k [S,r,D'], norm weights q_norm [S,G,n] and k_norm [S,n], rotary pairs [S,P]."""
 
     q: Tensor
     k: Tensor
-    planes: Tensor
+    pairs: Tensor
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
 
 
 @torch.no_grad()
 def initialize(layer: FastWeightsAttention, weights: AttentionWeights) -> None:
-    """Fill a new layer from the attention it replaces."""
+    """Initialise a new layer from the weights of the attention that it replaces. The result depends only on these and
+    the seed.
+    """
     shape, config = layer.shape, layer.config
     generator = torch.Generator().manual_seed(config.seed * 100_003 + layer.layer_idx)
     if layer.window is not None:
@@ -113,36 +115,45 @@ def _random_attention(shape: AttentionShape, std: float) -> AttentionWeights:
 
 
 def query_key_factors(
-    weights: AttentionWeights, shape: AttentionShape, states: int, width: int, planes: int, generator: torch.Generator
+    weights: AttentionWeights, shape: AttentionShape, states: int, width: int, pairs: int, generator: torch.Generator
 ) -> Factors:
-    """Queries and keys `width` wide whose products are, as nearly as can be, the logits of the pretrained attention."""
+    """Queries and keys `width` wide whose products approximate the pretrained attention logits as well as possible.
+
+    Args:
+        weights: of the pretrained attention.
+        shape: its sizes.
+        states: number of states S.
+        width: r, the width of the new queries and keys.
+        pairs: number of rotary pairs to keep.
+        generator: for the rows that are added where `width` exceeds the head dimension.
+    """
     exact = exact_factors(weights, shape, states)
     if width >= shape.head_dim:
-        return _widen(exact._replace(planes=exact.planes[:, :planes]), width, generator)
-    if not planes:
+        return _widen(exact._replace(pairs=exact.pairs[:, :pairs]), width, generator)
+    if not pairs:
         return _widen(_reduce(exact, width), width, generator)
     rotated, still = _split_rotary(exact, shape)
-    chosen = _choose_planes(rotated, planes)
+    chosen = _choose_pairs(rotated, pairs)
     if shape.rotary_dim == shape.head_dim:
         return _widen(_rescale_norm(chosen, exact), width, generator)
-    rest = _low_rank(_fold_norm(still), width - 2 * planes)
+    rest = _low_rank(_fold_norm(still), width - 2 * pairs)
     joined = Factors(
-        torch.cat([_fold_norm(chosen).q, rest.q], 2), torch.cat([_fold_norm(chosen).k, rest.k], 1), chosen.planes
+        torch.cat([_fold_norm(chosen).q, rest.q], 2), torch.cat([_fold_norm(chosen).k, rest.k], 1), chosen.pairs
     )
     return _widen(_constant_norm(joined, exact), width, generator)
 
 
 def exact_factors(weights: AttentionWeights, shape: AttentionShape, states: int) -> Factors:
-    """The pretrained queries and keys, with the square root of the attention scale on either side."""
+    """The pretrained queries and keys, each multiplied by the square root of the attention scale."""
     q = _with_bias(weights.q_weight, weights.q_bias).unflatten(0, (states, -1))
     k = _with_bias(weights.k_weight, weights.k_bias).repeat_interleave(states // shape.kv_heads, dim=0)
-    planes = torch.arange(shape.rotary_dim // 2).expand(states, -1)
+    pairs = torch.arange(shape.rotary_dim // 2).expand(states, -1)
     root = shape.scaling**0.5
     if weights.q_norm is None or weights.k_norm is None:
-        return Factors(q * root, k * root, planes)
+        return Factors(q * root, k * root, pairs)
     q_norm = (weights.q_norm.double().cpu() * root).expand(*q.shape[:2], -1)
     k_norm = (weights.k_norm.double().cpu() * root).expand(states, -1)
-    return Factors(q, k, planes, q_norm, k_norm)
+    return Factors(q, k, pairs, q_norm, k_norm)
 
 
 def _with_bias(weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -152,7 +163,7 @@ def _with_bias(weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _low_rank(factors: Factors, rank: int) -> Factors:
-    """The best rank-`rank` approximation (in the Frobenius norm) of q^T k, all queries of a group together."""
+    """The best approximation of q^T k of this rank in the Frobenius norm, for all queries of a group together."""
     states, group, _, columns = factors.q.shape
     stacked = factors.q.mT.reshape(states, group * columns, -1)
     q_basis, q_mix = torch.linalg.qr(stacked)
@@ -161,57 +172,60 @@ def _low_rank(factors: Factors, rank: int) -> Factors:
     root = values[:, None, :rank].sqrt()
     q = (q_basis @ u[..., :rank] * root).unflatten(1, (group, columns)).mT
     k = (k_basis @ v.mT[..., :rank] * root).mT
-    return Factors(q, k, factors.planes[:, :0])
+    return Factors(q, k, factors.pairs[:, :0])
 
 
 def _reduce(exact: Factors, width: int) -> Factors:
+    """Low-rank queries and keys without RoPE."""
     return _constant_norm(_low_rank(_fold_norm(exact), width), exact)
 
 
 def _fold_norm(factors: Factors) -> Factors:
-    """Move the weights of the query and key norms into the projections."""
+    """Fold the weights of the query and key norms into the projections."""
     if factors.q_norm is None or factors.k_norm is None:
         return factors
-    return Factors(factors.q * factors.q_norm[..., None], factors.k * factors.k_norm[..., None], factors.planes)
+    return Factors(factors.q * factors.q_norm[..., None], factors.k * factors.k_norm[..., None], factors.pairs)
 
 
-def _size(x: Tensor) -> Tensor:
-    """Root mean square of W x over a head for x of unit variance: [..,n,D'] -> [..,1]."""
+def _rms(x: Tensor) -> Tensor:
+    """Root mean square of W x over a head, for x of unit variance: [..,n,D'] -> [..,1]."""
     return (x.square().sum(-1).mean(-1, keepdim=True)).sqrt()
 
 
 def _constant_norm(new: Factors, exact: Factors) -> Factors:
-    """Norm weights that give reduced, normed queries and keys the size they have under the pretrained norm."""
+    """Norm weights with which the reduced queries and keys are as large as under the pretrained norm."""
     if exact.q_norm is None:
         return new
-    q_norm = (_size(new.q) / _size(exact.q)).expand(*new.q.shape[:3])
-    k_norm = (_size(new.k) / _size(exact.k)).expand(*new.k.shape[:2])
+    q_norm = (_rms(new.q) / _rms(exact.q)).expand(*new.q.shape[:3])
+    k_norm = (_rms(new.k) / _rms(exact.k)).expand(*new.k.shape[:2])
     return new._replace(q_norm=q_norm, k_norm=k_norm)
 
 
 def _rescale_norm(chosen: Factors, exact: Factors) -> Factors:
-    """Norm weights for part of a head: the norm now divides by the part's size instead of the whole's."""
+    """Norm weights for part of a head: the norm now divides by the size of the part instead of the whole."""
     if chosen.q_norm is None or chosen.k_norm is None:
         return chosen
-    q_norm = chosen.q_norm * _size(chosen.q) / _size(exact.q)
-    k_norm = chosen.k_norm * _size(chosen.k) / _size(exact.k)
+    q_norm = chosen.q_norm * _rms(chosen.q) / _rms(exact.q)
+    k_norm = chosen.k_norm * _rms(chosen.k) / _rms(exact.k)
     return chosen._replace(q_norm=q_norm, k_norm=k_norm)
 
 
 def _split_rotary(exact: Factors, shape: AttentionShape) -> tuple[Factors, Factors]:
-    """The rotated numbers of each head, and those that are not."""
+    """The elements of each head that RoPE rotates, and the others."""
     end = shape.rotary_dim
 
     def part(rows: slice) -> Factors:
         norms = (None if n is None else n[..., rows] for n in (exact.q_norm, exact.k_norm))
-        return Factors(exact.q[:, :, rows], exact.k[:, rows], exact.planes, *norms)
+        return Factors(exact.q[:, :, rows], exact.k[:, rows], exact.pairs, *norms)
 
     return part(slice(0, end)), part(slice(end, None))
 
 
-def _choose_planes(rotated: Factors, count: int) -> Factors:
-    """Keep each state's `count` rotary planes with the largest query-key form: turned by any angle, a plane stays
-    within itself, so this keeps relative positions as they were."""
+def _choose_pairs(rotated: Factors, count: int) -> Factors:
+    """Keep the `count` rotary pairs with the largest query-key form, for each state.
+
+    RoPE rotates each pair within itself, so the pairs that are kept see relative positions as before.
+    """
     folded = _fold_norm(rotated)
     half = rotated.k.shape[1] // 2
 
@@ -220,8 +234,8 @@ def _choose_planes(rotated: Factors, count: int) -> Factors:
         return by_row[..., :half] + by_row[..., half:]
 
     strength = (energy(folded.q).sum(1) * energy(folded.k)).sqrt()
-    planes = strength.topk(count, dim=-1).indices.sort(dim=-1).values
-    rows = torch.cat([planes, planes + half], dim=-1)
+    pairs = strength.topk(count, dim=-1).indices.sort(dim=-1).values
+    rows = torch.cat([pairs, pairs + half], dim=-1)
 
     def pick(x: Tensor | None, rows: Tensor, dim: int) -> Tensor | None:
         if x is None:
@@ -231,11 +245,11 @@ def _choose_planes(rotated: Factors, count: int) -> Factors:
 
     q, k = pick(rotated.q, rows, 2), pick(rotated.k, rows, 1)
     assert q is not None and k is not None
-    return Factors(q, k, planes, pick(rotated.q_norm, rows, 2), pick(rotated.k_norm, rows, 1))
+    return Factors(q, k, pairs, pick(rotated.q_norm, rows, 2), pick(rotated.k_norm, rows, 1))
 
 
 def _widen(factors: Factors, width: int, generator: torch.Generator) -> Factors:
-    """More room: queries of zero on random keys change no product, and can learn to."""
+    """Add rows up to `width`: zero queries with random keys change no product, but can be trained."""
     missing = width - factors.k.shape[1]
     if missing <= 0:
         return factors
@@ -248,7 +262,7 @@ def _widen(factors: Factors, width: int, generator: torch.Generator) -> Factors:
 
 
 def _random_like(factors: Factors, seed: int) -> Factors:
-    """Random queries and keys, of the size of those they stand for; all that is drawn elsewhere stays the same."""
+    """Random queries and keys of the same size, from a seed of their own: everything else is drawn as without them."""
     generator = torch.Generator().manual_seed(seed)
 
     def like(x: Tensor) -> Tensor:
@@ -260,6 +274,7 @@ def _random_like(factors: Factors, seed: int) -> Factors:
 
 
 def _fill(projections: Projections, shape: AttentionShape, factors: Factors, weights: AttentionWeights) -> None:
+    """Copy queries, keys, values and norm weights into the projections."""
     repeats = projections.states // shape.kv_heads
     v = _with_bias(weights.v_weight, weights.v_bias).repeat_interleave(repeats, dim=0)
     for linear, rows in (
@@ -270,7 +285,7 @@ def _fill(projections: Projections, shape: AttentionShape, factors: Factors, wei
         linear.weight.copy_(rows[:, :-1])
         if linear.bias is not None:
             linear.bias.copy_(rows[:, -1])
-    projections.planes.copy_(factors.planes)
+    projections.planes.copy_(factors.pairs)
     if projections.q_norm is not None and projections.k_norm is not None:
         assert factors.q_norm is not None and factors.k_norm is not None
         projections.q_norm.weight.copy_(_pad_ones(factors.q_norm.flatten(0, 1), projections.q_norm))
@@ -278,29 +293,35 @@ def _fill(projections: Projections, shape: AttentionShape, factors: Factors, wei
 
 
 def _pad_ones(weight: Tensor, norm: HeadNorm) -> Tensor:
+    """Extend norm weights with ones to the width of the norm."""
     missing = norm.weight.shape[-1] - weight.shape[-1]
     return nn.functional.pad(weight, (0, missing), value=1.0)
 
 
 def _qk_width(projections: Projections) -> int:
+    """Width r of queries and keys."""
     return projections.k_proj.out_features // projections.states
 
 
 def uniform_gate(shape: tuple[int, ...], width: int, generator: torch.Generator) -> Tensor:
-    """Uniform Gate Initialisation: logits of gates drawn from U(1/n, 1 - 1/n), n the width."""
+    """Uniform Gate Initialisation: logits of gates drawn from U(1/n, 1 - 1/n), n being the width."""
     edge = 1 / max(width, 2)
     return torch.logit(edge + (1 - 2 * edge) * torch.rand(shape, generator=generator))
 
 
 def log_gate(rows: int, count: int, longest: int, generator: torch.Generator) -> Tensor:
-    """Logits of gates whose memory lengths f / (1 - f) run from 1 to `longest`, evenly in the logarithm, in random
-    order in each row: the logit of such a gate is the logarithm of its length."""
+    """Logits of gates whose memory lengths f / (1 - f) are evenly spaced in the logarithm, from 1 to `longest` tokens.
+
+    The logit of such a gate is the logarithm of its length. The order is random in each row.
+    """
     steps = torch.linspace(0, math.log(longest), count) if count > 1 else torch.tensor([math.log(longest) / 2])
     return torch.stack([steps[torch.randperm(count, generator=generator)] for _ in range(rows)])
 
 
 def _initialize_gates(rule: RecurrentAttention, generator: torch.Generator) -> None:
-    """Gates start independent of the token; what they let in is scaled so that the first steps do not overflow."""
+    """Set the gates. They start independent of the token, and values or keys are scaled so that the first steps do not
+    overflow.
+    """
     config, projections = rule.config, rule.projections
     states, d = projections.states, projections.v_proj.out_features // projections.states
     log = config.gate_init == "log"
@@ -325,24 +346,29 @@ def _initialize_gates(rule: RecurrentAttention, generator: torch.Generator) -> N
 
 
 def _key_gates(rule: RecurrentAttention, generator: torch.Generator) -> Tensor:
-    """Logits [S,m]. Rotation mixes the two numbers of a plane, so they start with one gate: what is then scaled by how
-    long it is kept, is kept that long."""
-    config, planes = rule.config, rule.projections.planes.shape[1] if rule.config.feature_map == "none" else 0
-    states, count = rule.projections.states, config.m - planes
+    """Logits [S,m] of the key gates. The two elements of a rotary pair start with one gate.
+
+    RoPE mixes the two elements. With one gate for both, a key that is scaled by how long its gate remembers is in fact
+    remembered for that long.
+    """
+    config, pairs = rule.config, rule.projections.planes.shape[1] if rule.config.feature_map == "none" else 0
+    states, count = rule.projections.states, config.m - pairs
     if config.gate_init == "log":
         f = log_gate(states, count, config.train_length, generator)
     else:
         f = uniform_gate((states, count), config.m, generator)
-    return torch.cat([f[:, :planes], f], dim=1)
+    return torch.cat([f[:, :pairs], f], dim=1)
 
 
 def _set_bias(rule: RecurrentAttention, gate: str, logits: Tensor) -> None:
+    """Let a gate start at these logits, independent of the token."""
     linear: Any = rule.gates[gate]
     linear.weight.zero_()
     linear.bias.copy_(logits.flatten())
 
 
 def _scale_rows(linear: nn.Linear, factors: Tensor) -> None:
+    """Multiply the rows of a Linear, and its bias, by factors."""
     rows = factors.flatten().to(linear.weight)
     linear.weight.mul_(rows[:, None] if rows.numel() > 1 else rows)
     if linear.bias is not None:
@@ -350,6 +376,6 @@ def _scale_rows(linear: nn.Linear, factors: Tensor) -> None:
 
 
 def _match_value_size(norm: HeadNorm, weights: AttentionWeights) -> None:
-    """A normed output starts as large as the values it is made of."""
-    size = _size(_with_bias(weights.v_weight, weights.v_bias))
+    """Let the normed output start as large as the values that it is made of."""
+    size = _rms(_with_bias(weights.v_weight, weights.v_bias))
     norm.weight.copy_(size.repeat_interleave(norm.weight.shape[0] // size.shape[0], dim=0).expand_as(norm.weight))

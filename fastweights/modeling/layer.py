@@ -1,7 +1,7 @@
-"""The layer that takes attention's place: projections, gates, rule and state.
+"""The layer that replaces attention: projections, gates, rule and state.
 
 Shapes: x [B,T,D]   q [B,T,H,r]   k [B,T,S,r]   v [B,T,S,d]   y [B,T,H,d]   state [B,S,d,m]
-H query heads, S states (S = H, or one for each key-value head), r the feature map's input width.
+H query heads, S states (S = H, or one for each key-value head), r the input width of the feature map.
 """
 
 from __future__ import annotations
@@ -14,14 +14,29 @@ from torch import Tensor, nn
 
 from fastweights import ops
 from fastweights.config import LOCAL, FastWeightsConfig
-from fastweights.modeling.window import Past, local_attention
+from fastweights.modeling.window import WindowCache, local_attention
 from fastweights.rules import RULES
 from fastweights.rules.feature_maps import MAPS, input_width, sum_normalize
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What a model's attention looks like, whatever its family calls the parts."""
+    """Sizes and options of a model's attention, independent of the names in its family.
+
+    Attributes:
+        width: model width D.
+        heads: query heads H.
+        kv_heads: key-value heads.
+        head_dim: width d of a head.
+        scaling: factor of the attention logits.
+        rotary_dim: how many elements of a head RoPE rotates; 0: no RoPE.
+        qkv_bias: whether the query, key and value projections have biases.
+        out_bias: whether the output projection has one.
+        qk_norm_eps: epsilon of the norms of queries and keys. None: no such norms.
+        softcap: cap of the attention logits. None: no cap.
+        sliding_window: tokens that the pretrained attention sees. None: all.
+        dropout: dropout after the output projection.
+    """
 
     width: int
     heads: int
@@ -37,20 +52,25 @@ class AttentionShape:
     dropout: float = 0.0
 
     def window(self, config: FastWeightsConfig) -> int:
-        """The exact window of a converted layer: never wider than the pretrained layer's own."""
-        wanted = int(config.window or 0)
-        return wanted if self.sliding_window is None else min(wanted, self.sliding_window)
+        """Window of a converted layer, in tokens: never wider than the pretrained layer's own."""
+        window = int(config.window or 0)
+        return window if self.sliding_window is None else min(window, self.sliding_window)
 
 
 class SequenceInfo(NamedTuple):
-    """What every layer must know of the tokens: which are real, and which begin a document. None: all, and none."""
+    """What every layer must know about the tokens.
+
+    Attributes:
+        mask: [B,T] bool, True for real tokens. None: all are real.
+        reset: [B,T] bool, True at document starts. None: no boundaries.
+    """
 
     mask: Tensor | None = None
     reset: Tensor | None = None
 
 
 class HeadNorm(nn.Module):
-    """RMS norm over each head's first n numbers, with a weight for each: x [B,T,H,r], weight [H,n], n <= r."""
+    """RMS norm over the first n elements of each head, with a weight for each: x [B,T,H,r], weight [H,n], n <= r."""
 
     def __init__(self, heads: int, n: int, eps: float = 1e-6) -> None:
         super().__init__()
@@ -65,8 +85,11 @@ class HeadNorm(nn.Module):
         return head if n == x.shape[-1] else torch.cat([head, x[..., n:]], dim=-1)
 
 
-class Mix(nn.Module):
-    """Each head's share of the window, in (0, 1); the rest is the rule's. A module, so that peft can save it."""
+class OutputMix(nn.Module):
+    """Mix of the outputs of rule and window: sigmoid(logit) of the window for each head, the rest of the rule.
+
+    A module of its own, so that peft can train and save it.
+    """
 
     def __init__(self, heads: int) -> None:
         super().__init__()
@@ -77,11 +100,20 @@ class Mix(nn.Module):
         return torch.lerp(from_rule, from_window.to(from_rule.dtype), share)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, planes: Tensor) -> Tensor:
-    """Rotate [first halves | second halves | not rotated] of each head in its own planes: planes [S,P], cos [B,T,.]."""
-    planes = planes.repeat_interleave(x.shape[2] // planes.shape[0], dim=0)
-    cos, sin = cos[:, :, planes].to(x.dtype), sin[:, :, planes].to(x.dtype)
-    count = planes.shape[1]
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, pairs: Tensor) -> Tensor:
+    """Apply RoPE to x, where each state uses its own choice of the model's rotary pairs.
+
+    Args:
+        x: [B,T,heads,r]: first halves of the pairs, second halves, then elements that are not rotated.
+        cos, sin: [B,T,.], for all angles of the model.
+        pairs: [S,P], the angles that each state uses; heads is a multiple of S.
+
+    Returns:
+        x, rotated.
+    """
+    pairs = pairs.repeat_interleave(x.shape[2] // pairs.shape[0], dim=0)
+    cos, sin = cos[:, :, pairs].to(x.dtype), sin[:, :, pairs].to(x.dtype)
+    count = pairs.shape[1]
     first, second, rest = x.split([count, count, x.shape[-1] - 2 * count], dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
@@ -101,11 +133,15 @@ def _project_quantized(linear: Any, x: Tensor) -> Tensor:
 
 
 class Projections(nn.Module):
-    """Queries, keys and values, normed and rotated as the pretrained model did, `qk_width` wide."""
+    """Queries, keys and values with the norms and RoPE of the pretrained model; queries and keys are `qk_width` wide.
+
+    The buffer `planes` [S,P] holds the indices of the rotary pairs that each state uses (the name is part of
+    checkpoints).
+    """
 
     planes: Tensor
 
-    def __init__(self, shape: AttentionShape, states: int, qk_width: int, plane_count: int) -> None:
+    def __init__(self, shape: AttentionShape, states: int, qk_width: int, rotary_pairs: int) -> None:
         super().__init__()
         self.heads, self.states = shape.heads, states
         self.q_proj = nn.Linear(shape.width, shape.heads * qk_width, bias=shape.qkv_bias)
@@ -117,8 +153,8 @@ class Projections(nn.Module):
             self.q_norm = HeadNorm(shape.heads, normed, shape.qk_norm_eps)
             self.k_norm = HeadNorm(states, normed, shape.qk_norm_eps)
         # Empty tensors have no storage of their own, so in a checkpoint they would look tied.
-        planes = torch.zeros(states, plane_count, dtype=torch.long)
-        self.register_buffer("planes", planes, persistent=plane_count > 0)
+        planes = torch.zeros(states, rotary_pairs, dtype=torch.long)
+        self.register_buffer("planes", planes, persistent=rotary_pairs > 0)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         if not self.planes.numel():  # saved by earlier versions
@@ -132,29 +168,29 @@ class Projections(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rotary is not None and self.planes.shape[1]:
-            q, k = rotate(q, *rotary, self.planes), rotate(k, *rotary, self.planes)
+            q, k = apply_rotary(q, *rotary, self.planes), apply_rotary(k, *rotary, self.planes)
         return q, k, v
 
 
 class LocalAttention(nn.Module):
-    """The pretrained attention itself, limited to a window."""
+    """The pretrained attention, limited to a window."""
 
     def __init__(self, shape: AttentionShape, window: int) -> None:
         super().__init__()
         self.window, self.softcap = window, shape.softcap
         self.projections = Projections(shape, shape.kv_heads, shape.head_dim, shape.rotary_dim // 2)
 
-    def forward(self, x: Tensor, rotary: Any, info: SequenceInfo, slot: Any) -> Tensor:
+    def forward(self, x: Tensor, rotary: Any, info: SequenceInfo, layer_cache: Any) -> Tensor:
         q, k, v = self.projections(x, rotary)
-        past = None if slot is None else slot.get_all(Past)
+        past = None if layer_cache is None else layer_cache.get_all(WindowCache)
         y, past = local_attention(q, k, v, self.window, past, info.mask, info.reset, self.softcap)
-        if slot is not None:
-            slot.put_all(past)
+        if layer_cache is not None:
+            layer_cache.put_all(past)
         return y
 
 
 class RecurrentAttention(nn.Module):
-    """A rule with its projections, feature map and gates."""
+    """An update rule with its projections, feature map and gates."""
 
     key_scale: Tensor | None
 
@@ -163,7 +199,7 @@ class RecurrentAttention(nn.Module):
         self.config = config
         states = shape.heads if config.state_heads == "query" else shape.kv_heads
         width = input_width(str(config.feature_map), config.m, shape.head_dim)
-        self.projections = Projections(shape, states, width, kept_planes(shape, config))
+        self.projections = Projections(shape, states, width, rotary_pair_count(shape, config))
         self.feature_map = MAPS[str(config.feature_map)](states, config.m, shape.head_dim)
         gate_widths = {"m": config.m, "d": shape.head_dim, "1": 1}
         self.gates = nn.ModuleDict(
@@ -175,7 +211,7 @@ class RecurrentAttention(nn.Module):
         self.output_norm = HeadNorm(shape.heads, shape.head_dim) if config.output_norm else None
         self.register_buffer("key_scale", torch.ones(states, config.m) if scales_keys(config) else None)
 
-    def forward(self, x: Tensor, rotary: Any, info: SequenceInfo, slot: Any) -> Tensor:
+    def forward(self, x: Tensor, rotary: Any, info: SequenceInfo, layer_cache: Any) -> Tensor:
         config = self.config
         q, k, v = self.projections(x, rotary)
         q, k = self.feature_map(q), self.feature_map(k)
@@ -189,16 +225,17 @@ class RecurrentAttention(nn.Module):
             k,
             v,
             self.gate_logits(x),
-            state=None if slot is None else slot.get("state"),
+            state=None if layer_cache is None else layer_cache.get("state"),
             normalize=config.normalizes_attention,
             mask=info.mask,
             reset=info.reset,
         )
-        if slot is not None:
-            slot.put("state", state)
+        if layer_cache is not None:
+            layer_cache.put("state", state)
         return y if self.output_norm is None else self.output_norm(y)
 
     def gate_logits(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The rule's gate logits [B,T,S,m], [B,T,S,d] or [B,T,S], in the order of its gates."""
         logits = []
         for name, width in RULES[self.config.rule].gates.items():
             logit = project(self.gates[name], x)
@@ -207,13 +244,17 @@ class RecurrentAttention(nn.Module):
 
 
 def scales_keys(config: FastWeightsConfig) -> bool:
-    """Log gates keep what they let in for very different times, so keys are scaled down by theirs: by constants, not in
-    the projection, where an optimizer's steps would be as large for the small rows as for the others."""
+    """Whether keys are multiplied by the constants `key_scale`.
+
+    With gate_init="log" gates remember for very different times, so the keys are scaled by one minus their gate. The
+    factor is a constant and not part of the projection: there, an optimizer's steps would be as large for the small
+    rows as for the others.
+    """
     return config.rule == "decay" and config.gate_init == "log"
 
 
-def kept_planes(shape: AttentionShape, config: FastWeightsConfig) -> int:
-    """How many rotary planes fit into narrower queries and keys, in the proportion the model has them."""
+def rotary_pair_count(shape: AttentionShape, config: FastWeightsConfig) -> int:
+    """How many rotary pairs narrower queries and keys keep: the same proportion as in the model."""
     width = input_width(str(config.feature_map), config.m, shape.head_dim)
     if config.rotary == "drop" or not shape.rotary_dim:
         return 0
@@ -223,14 +264,20 @@ def kept_planes(shape: AttentionShape, config: FastWeightsConfig) -> int:
 
 
 class FastWeightsAttention(nn.Module):
-    """Stands where a pretrained attention module stood and answers to the same call."""
+    """Replaces a pretrained attention module and has the same call signature.
+
+    Args:
+        shape: sizes of the pretrained attention.
+        config: the settings of the conversion.
+        layer_index: index of the layer in the model, and of its state in the cache.
+    """
 
     def __init__(self, shape: AttentionShape, config: FastWeightsConfig, layer_index: int) -> None:
         super().__init__()
         self.shape, self.config, self.layer_idx = shape, config, layer_index
         self.rule = None if config.rule == LOCAL else RecurrentAttention(shape, config)
         self.window = LocalAttention(shape, shape.window(config)) if config.window else None
-        self.mix = Mix(shape.heads) if self.rule is not None and self.window is not None else None
+        self.mix = OutputMix(shape.heads) if self.rule is not None and self.window is not None else None
         self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.width, bias=shape.out_bias)
         self.dropout = nn.Dropout(shape.dropout)
 
@@ -243,15 +290,27 @@ class FastWeightsAttention(nn.Module):
         fast_weights: SequenceInfo | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """`layer_past` is GPT-NeoX's name for the cache; what else families pass to attention has no meaning here."""
+        """Compute the layer's output and update its state in the cache.
+
+        Args:
+            hidden_states: [B,T,D].
+            past_key_values: a FastWeightsCache. None: the sequence starts from a zero state and none is kept.
+            layer_past: GPT-NeoX's name for `past_key_values`.
+            position_embeddings: cos and sin of RoPE, for models that have it.
+            fast_weights: mask and document starts. None: all tokens are real and in one document.
+            **_: other arguments that families pass to attention; they have no effect.
+
+        Returns:
+            The output [B,T,D], and None in the place of attention weights.
+        """
         cache = past_key_values if past_key_values is not None else layer_past
-        slot = None if cache is None else cache.layers[self.layer_idx]
+        layer_cache = None if cache is None else cache.layers[self.layer_idx]
         info = fast_weights or SequenceInfo()
         y: Tensor | None = None
         if self.rule is not None:
-            y = self.rule(hidden_states, position_embeddings, info, slot)
+            y = self.rule(hidden_states, position_embeddings, info, layer_cache)
         if self.window is not None:
-            near = self.window(hidden_states, position_embeddings, info, slot)
-            y = near if y is None or self.mix is None else self.mix(y, near)
+            from_window = self.window(hidden_states, position_embeddings, info, layer_cache)
+            y = from_window if y is None or self.mix is None else self.mix(y, from_window)
         assert y is not None
         return self.dropout(project(self.o_proj, y.flatten(2).to(hidden_states.dtype))), None

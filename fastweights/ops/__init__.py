@@ -1,9 +1,7 @@
-"""The rules as fast operations on whole sequences: one function a rule, one dispatch table.
+"""The rules as fast operations on whole sequences: one function per rule, and one choice of the backend.
 
 Shapes: q [B,T,G*H,m]   k [B,T,H,m]   v [B,T,H,d]   f_logit [B,T,H,m]   z_logit [B,T,H,d]   g_logit [B,T,H]
         state [B,H,d,m], float32 (float64 for float64 inputs)   mask, reset [B,T] bool   ->   y [B,T,G*H,d], state
-mask: False marks padding (the state is left alone, y is 0). reset: True marks the first token of a document.
-normalize=True divides by the rule's normaliser, which is then the last row of the state: [B,H,d+1,m].
 """
 
 from __future__ import annotations
@@ -17,18 +15,19 @@ import torch
 from torch import Tensor
 
 from fastweights.ops.chunked import chunked
-from fastweights.ops.device import obstacle
+from fastweights.ops.device import unsupported_reason
 from fastweights.rules import RULES, loop
 from fastweights.rules.normalizer import divide, join_state, split_state, with_ones
+from fastweights.utils.errors import Argument, FastWeightsError
 
 __all__ = ["BACKENDS", "add", "apply", "decay", "delta", "gated", "use_backend"]
 
 
-def _triton(*args: Any, wide: bool = False) -> tuple[Tensor, Tensor]:
-    # imported when first used: Triton is an extra, and takes a while
-    from fastweights.ops.triton import kernels
+def _triton(*args: Any, float32_output: bool = False) -> tuple[Tensor, Tensor]:
+    """Import the kernels when they are first used: Triton is optional and slow to import."""
+    from fastweights.ops.triton import run_kernels
 
-    return kernels(*args, wide=wide)
+    return run_kernels(*args, float32_output=float32_output)
 
 
 BACKENDS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"loop": loop, "chunked": chunked, "triton": _triton}
@@ -38,7 +37,11 @@ _override: list[str] = []
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Run every operation inside the block with this backend, whatever it was called with."""
+    """Run every operation inside the block with this backend, whatever its `backend` argument says.
+
+    Raises:
+        FastWeightsError: if there is no such backend.
+    """
     _check_backend(name)
     _override.append(name)
     try:
@@ -58,7 +61,24 @@ def add(
     reset: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """S += v k^T, y = S q."""
+    """S += v k^T, y = S q: the state never forgets.
+
+    Args:
+        q: queries [B,T,G*H,m]; G query heads read each state.
+        k: keys [B,T,H,m].
+        v: values [B,T,H,d].
+        state: initial state [B,H,d,m]. None: zeros.
+        normalize: divide y by the normaliser, which is then the last row of the state, [B,H,d+1,m].
+        mask: [B,T] bool, False at padding: the state is unchanged there and y is 0. None: no padding.
+        reset: [B,T] bool, True at the first token of a document: it starts from a zero state. None: no boundaries.
+        backend: "loop", "chunked", "triton", or "auto" for the fastest that can run here.
+
+    Returns:
+        y [B,T,G*H,d] in v's dtype, and the state after the last token, in float32 (float64 for float64 inputs).
+
+    Raises:
+        FastWeightsError: if a shape, dtype or device does not fit, or the backend cannot run. It names the argument.
+    """
     return apply("add", q, k, v, (), state, normalize, mask, reset, backend)
 
 
@@ -74,7 +94,25 @@ def gated(
     reset: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """S = g S + (1 - g) v k^T, y = S q."""
+    """S = g S + (1 - g) v k^T, y = S q: one forget gate per head.
+
+    Args:
+        q: queries [B,T,G*H,m]; G query heads read each state.
+        k: keys [B,T,H,m].
+        v: values [B,T,H,d].
+        g_logit: logits [B,T,H] of the gate g, which keeps g of the state and lets in 1 - g of the new term.
+        state: initial state [B,H,d,m]. None: zeros.
+        normalize: divide y by the normaliser, which is then the last row of the state, [B,H,d+1,m].
+        mask: [B,T] bool, False at padding: the state is unchanged there and y is 0. None: no padding.
+        reset: [B,T] bool, True at the first token of a document: it starts from a zero state. None: no boundaries.
+        backend: "loop", "chunked", "triton", or "auto" for the fastest that can run here.
+
+    Returns:
+        y [B,T,G*H,d] in v's dtype, and the state after the last token, in float32 (float64 for float64 inputs).
+
+    Raises:
+        FastWeightsError: if a shape, dtype or device does not fit, or the backend cannot run. It names the argument.
+    """
     return apply("gated", q, k, v, (g_logit,), state, normalize, mask, reset, backend)
 
 
@@ -90,7 +128,27 @@ def delta(
     reset: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """S += g (v - S k) k^T, y = S q. Keys should be normalised: see rules/README.md."""
+    """S += g (v - S k) k^T, y = S q: the delta rule.
+
+    Keys should be normalised, for example by sum normalisation (docs/derivations.md).
+
+    Args:
+        q: queries [B,T,G*H,m]; G query heads read each state.
+        k: keys [B,T,H,m].
+        v: values [B,T,H,d].
+        g_logit: logits [B,T,H] of the gate g, the step size.
+        state: initial state [B,H,d,m]. None: zeros.
+        normalize: divide y by the normaliser, which is then the last row of the state, [B,H,d+1,m].
+        mask: [B,T] bool, False at padding: the state is unchanged there and y is 0. None: no padding.
+        reset: [B,T] bool, True at the first token of a document: it starts from a zero state. None: no boundaries.
+        backend: "loop", "chunked", "triton", or "auto" for the fastest that can run here.
+
+    Returns:
+        y [B,T,G*H,d] in v's dtype, and the state after the last token, in float32 (float64 for float64 inputs).
+
+    Raises:
+        FastWeightsError: if a shape, dtype or device does not fit, or the backend cannot run. It names the argument.
+    """
     return apply("delta", q, k, v, (g_logit,), state, normalize, mask, reset, backend)
 
 
@@ -106,7 +164,25 @@ def decay(
     reset: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """S = (z f^T) * S + v k^T, y = S q."""
+    """S = (z f^T) * S + v k^T, y = S q: forget gates along keys and values.
+
+    Args:
+        q: queries [B,T,G*H,m]; G query heads read each state.
+        k: keys [B,T,H,m].
+        v: values [B,T,H,d].
+        f_logit: logits [B,T,H,m] of the gate f along the keys.
+        z_logit: logits [B,T,H,d] of the gate z along the values.
+        state: initial state [B,H,d,m]. None: zeros.
+        mask: [B,T] bool, False at padding: the state is unchanged there and y is 0. None: no padding.
+        reset: [B,T] bool, True at the first token of a document: it starts from a zero state. None: no boundaries.
+        backend: "loop", "chunked", "triton", or "auto" for the fastest that can run here.
+
+    Returns:
+        y [B,T,G*H,d] in v's dtype, and the state after the last token, in float32 (float64 for float64 inputs).
+
+    Raises:
+        FastWeightsError: if a shape, dtype or device does not fit, or the backend cannot run. It names the argument.
+    """
     return apply("decay", q, k, v, (f_logit, z_logit), state, False, mask, reset, backend)
 
 
@@ -122,15 +198,19 @@ def apply(
     reset: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Run the rule called `name`; y comes back in v's dtype, the state in float32 or float64."""
+    """Run the rule called `name` ("add", "gated", "delta" or "decay").
+
+    `gate_logits` are the rule's gates in the order of its own function; the other arguments, results and errors are
+    those of that function.
+    """
     _check(name, q, k, v, gate_logits, state, normalize, mask, reset)
     backend = _choose(_override[-1] if _override else backend, q, k, v)
     dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
     inputs, run = [q, k, v, *gate_logits], BACKENDS[backend]
-    if backend != "triton":  # the kernels read what they get and round inside
+    if backend != "triton":  # the kernels read inputs of any dtype and convert inside
         inputs = [x.to(dtype) for x in inputs]
-    elif normalize:  # what is divided is not rounded before
-        run = functools.partial(run, wide=True)
+    elif normalize:  # so that y is not rounded before the division
+        run = functools.partial(run, float32_output=True)
     state = None if state is None else state.to(dtype)
     with torch.autocast(v.device.type, enabled=False):
         y, state = _run(name, run, normalize, inputs, state, mask, reset)
@@ -138,6 +218,7 @@ def apply(
 
 
 def _run(name, run, normalize, inputs, state, mask, reset) -> tuple[Tensor, Tensor]:
+    """Run a rule with or without its normaliser; delta's is a second run, of the add rule with values of 1."""
     rule, (q, k, v, *gates) = RULES[name], inputs
     if not normalize:
         return run(rule, q, k, v, tuple(gates), state, mask, reset)
@@ -152,67 +233,77 @@ def _run(name, run, normalize, inputs, state, mask, reset) -> tuple[Tensor, Tens
 
 
 def _choose(backend: str, q: Tensor, k: Tensor, v: Tensor) -> str:
-    """The backend to run; `auto` is the fastest that can run here."""
+    """The backend to run; "auto" is the fastest that can run on these tensors."""
     _check_backend(backend)
     if backend not in ("auto", "triton"):
         return backend
-    obstacle = _obstacle(q, k, v)
-    if obstacle is None and (v.device.type == "cuda" or backend == "triton"):
+    reason = _kernels_unsupported_reason(q, k, v)
+    if reason is None and (v.device.type == "cuda" or backend == "triton"):
         return "triton"
     if backend == "triton":
-        raise ValueError(f"backend='triton' cannot run here: {obstacle}; use backend='auto' or 'chunked'")
+        raise FastWeightsError(Argument("backend"), f"='triton' cannot run here: {reason}; use 'auto' or 'chunked'")
     return "loop" if q.shape[1] == 1 else "chunked"
 
 
 def _check_backend(backend: str) -> None:
     if backend != "auto" and backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r} is not known; choose one of auto, {', '.join(BACKENDS)}")
+        raise FastWeightsError(
+            Argument("backend"), f"={backend!r} is not known; choose one of auto, {', '.join(BACKENDS)}"
+        )
 
 
-def _obstacle(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Why the Triton kernels cannot run on these tensors."""
+def _kernels_unsupported_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Why the Triton kernels cannot run on these tensors; None if they can."""
     if k.shape[-1] > WIDEST_M:
         return f"it has states of m up to {WIDEST_M}, found {k.shape[-1]}"
     if not (k.numel() and v.numel()):
         return f"there is nothing to compute, found k {list(k.shape)} and v {list(v.shape)}"
-    return obstacle(v.device, q.dtype, k.dtype, v.dtype, interpreter=True)
+    return unsupported_reason(v.device, q.dtype, k.dtype, v.dtype, interpreter=True)
 
 
 def _check(name, q, k, v, gate_logits, state, normalize, mask, reset) -> None:
+    """Check shapes, dtypes and devices of the arguments of `apply`."""
     if name not in RULES:
-        raise ValueError(f"rule {name!r} is not known; choose one of {', '.join(RULES)}")
+        raise FastWeightsError(f"rule {name!r} is not known; choose one of {', '.join(RULES)}")
     if normalize and name == "decay":
-        raise ValueError("the decay rule has no normaliser")
+        raise FastWeightsError("the decay rule has no normaliser: ", Argument("normalize"), " must be False")
     if q.ndim != 4 or 0 in q.shape[1:]:
-        raise ValueError(f"q must be [B,T,H,m] with T, H and m at least 1, found {list(q.shape)}")
+        raise FastWeightsError(Argument("q"), f" must be [B,T,H,m] with T, H and m at least 1, found {list(q.shape)}")
     for argument, tensor in (("q", q), ("k", k), ("v", v)):
         if not tensor.is_floating_point():
-            raise ValueError(f"{name}: {argument} must be floating-point, found {tensor.dtype}")
+            raise FastWeightsError(f"{name}: ", Argument(argument), f" must be floating-point, found {tensor.dtype}")
     if k.ndim != 4 or k.shape[2] == 0 or q.shape[2] % k.shape[2]:
-        raise ValueError(
-            f"k must be [B,T,H,m] with q's heads a multiple of H, found k {list(k.shape)}, q {list(q.shape)}"
+        raise FastWeightsError(
+            Argument("k"),
+            f" must be [B,T,H,m] with q's heads a multiple of H, found k {list(k.shape)}, q {list(q.shape)}",
         )
     if v.ndim != 4:
-        raise ValueError(f"v must be [B,T,H,d], found {list(v.shape)}")
+        raise FastWeightsError(Argument("v"), f" must be [B,T,H,d], found {list(v.shape)}")
     (batch, length, heads, m), d = k.shape, v.shape[-1]
     widths = {"m": (m,), "d": (d,), "1": ()}
     expected: dict[str, tuple] = {"q": (q, (batch, length, q.shape[2], m)), "v": (v, (batch, length, heads, d))}
     gates = RULES[name].gates
     if len(gate_logits) != len(gates):
-        raise ValueError(
+        raise FastWeightsError(
             f"{name} takes {len(gates)} gate logits ({', '.join(gates) or 'none'}), found {len(gate_logits)}"
         )
     for (gate, width), logit in zip(gates.items(), gate_logits, strict=True):
         if logit is None:
-            raise ValueError(f"{name}: {gate}_logit must be {[batch, length, heads, *widths[width]]}, found None")
+            raise FastWeightsError(
+                f"{name}: ", Argument(f"{gate}_logit"), f" must be {[batch, length, heads, *widths[width]]}, found None"
+            )
         expected[f"{gate}_logit"] = (logit, (batch, length, heads, *widths[width]))
     expected["state"] = (state, (batch, heads, d + int(normalize), m))
     expected |= {"mask": (mask, (batch, length)), "reset": (reset, (batch, length))}
     for argument, (tensor, shape) in expected.items():
         if tensor is not None and tuple(tensor.shape) != shape:
-            raise ValueError(f"{name}: {argument} must be {list(shape)}, found {list(tensor.shape)}")
+            raise FastWeightsError(
+                f"{name}: ", Argument(argument), f" must be {list(shape)}, found {list(tensor.shape)}"
+            )
         if tensor is not None and tensor.device != k.device:
-            raise ValueError(f"{name}: {argument} is on {tensor.device} and k on {k.device}: move them to one device")
+            raise FastWeightsError(
+                f"{name}: ", Argument(argument), f" is on {tensor.device} and k on {k.device}: move them to one device"
+            )
     for argument, tensor in (("mask", mask), ("reset", reset)):
         if tensor is not None and tensor.dtype != torch.bool:
-            raise ValueError(f"{name}: {argument} must be a bool tensor, found {tensor.dtype}")
+            raise FastWeightsError(f"{name}: ", Argument(argument), f" must be a bool tensor, found {tensor.dtype}")

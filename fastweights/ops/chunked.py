@@ -1,9 +1,9 @@
-"""Chunked forms of the rules: matrix products over tiles of tokens instead of one outer product a token.
+"""Chunked forms of the rules: matrix products over chunks of tokens instead of one outer product per token.
 
-The forward pass keeps the states at chunk boundaries only; the backward pass walks the chunks in reverse and computes
-again what happened inside, so training memory does not grow with T*d*m. Derivations: rules/README.md.
+The forward pass saves only the states at chunk boundaries. The backward pass goes through the chunks in reverse order
+and recomputes what happened inside, so training memory does not grow with T*d*m. Derivations: docs/derivations.md.
 
-This file cuts sequences into chunks; tiled.py (add, gated, decay) and wy.py (delta) say what happens in one.
+This file cuts sequences into chunks; tiled.py (add, gated, decay) and wy.py (delta) compute one chunk.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def chunked(
     mask: Tensor | None = None,
     reset: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Same arguments and results as rules.loop."""
+    """Run a rule over sequences; arguments and results are those of rules.loop."""
     state = zero_state(k, v) if state is None else state
     groups = q.shape[2] // k.shape[2]
     if groups > 1:
@@ -46,18 +46,21 @@ def chunked(
 
 
 class _Chunks(torch.autograd.Function):
-    """Walks the chunks. A form (tiled or wy) has CHUNK, its length, and works on [B,H,C,.]; pad and reset [B,1,C]:
-    forward(state, inputs, pad, reset) -> (y, end state)
-    backward(state, inputs, pad, reset, dy, d end state) -> (d state, d inputs)"""
+    """The loop over chunks. `form` is the module tiled or wy; it has CHUNK, the chunk length, and works on [B,H,C,.],
+    with pad and reset [B,1,C]:
+
+        forward(state, inputs, pad, reset) -> (y, end state)
+        backward(state, inputs, pad, reset, dy, d end state) -> (d state, d inputs)
+    """
 
     @staticmethod
     def forward(ctx, form, pad, reset, state, *inputs):
         y = torch.empty_like(inputs[2])
         boundaries = []
-        for piece in _pieces(y, form):
+        for chunk in _chunk_slices(y, form):
             boundaries.append(state)
-            out, state = form.forward(state, _cut(inputs, piece), *_cut_flags(pad, reset, piece))
-            y[:, piece] = out.transpose(1, 2)
+            out, state = form.forward(state, _chunk_of(inputs, chunk), *_flag_chunks(pad, reset, chunk))
+            y[:, chunk] = out.transpose(1, 2)
         ctx.form, ctx.flags = form, (pad, reset)
         ctx.save_for_backward(*inputs, *boundaries)
         return y, state
@@ -65,28 +68,30 @@ class _Chunks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, dstate):
-        form, pieces, saved = ctx.form, _pieces(dy, ctx.form), ctx.saved_tensors
-        inputs, boundaries = saved[: -len(pieces)], saved[-len(pieces) :]
+        form, chunks, saved = ctx.form, _chunk_slices(dy, ctx.form), ctx.saved_tensors
+        inputs, boundaries = saved[: -len(chunks)], saved[-len(chunks) :]
         grads = [torch.empty_like(x) for x in inputs]
-        # backward() may be called inside the caller's autocast
+        # backward() may be called inside autocast, which must not change the precision here
         with torch.autocast(dy.device.type, enabled=False):
-            for piece, state in reversed(list(zip(pieces, boundaries, strict=True))):
-                (dout,) = _cut((dy,), piece)
-                flags = _cut_flags(ctx.flags[0], ctx.flags[1], piece)
-                dstate, dinputs = form.backward(state, _cut(inputs, piece), *flags, dout, dstate)
+            for chunk, state in reversed(list(zip(chunks, boundaries, strict=True))):
+                (dout,) = _chunk_of((dy,), chunk)
+                flags = _flag_chunks(ctx.flags[0], ctx.flags[1], chunk)
+                dstate, dinputs = form.backward(state, _chunk_of(inputs, chunk), *flags, dout, dstate)
                 for grad, dx in zip(grads, dinputs, strict=True):
-                    grad[:, piece] = dx.transpose(1, 2)
+                    grad[:, chunk] = dx.transpose(1, 2)
         return None, None, None, dstate, *grads
 
 
-def _pieces(x: Tensor, form: ModuleType) -> list[slice]:
+def _chunk_slices(x: Tensor, form: ModuleType) -> list[slice]:
+    """The chunks of x [B,T,...] as slices of T."""
     return [slice(start, start + form.CHUNK) for start in range(0, x.shape[1], form.CHUNK)]
 
 
-def _cut(inputs: tuple[Tensor, ...], piece: slice) -> list[Tensor]:
-    """A chunk [B,C,H,.] of each input as [B,H,C,.]."""
-    return [x[:, piece].transpose(1, 2).contiguous() for x in inputs]
+def _chunk_of(inputs: tuple[Tensor, ...], chunk: slice) -> list[Tensor]:
+    """One chunk [B,C,H,.] of each input as [B,H,C,.]."""
+    return [x[:, chunk].transpose(1, 2).contiguous() for x in inputs]
 
 
-def _cut_flags(pad: Tensor | None, reset: Tensor | None, piece: slice) -> list[Tensor | None]:
-    return [None if x is None else x[:, None, piece] for x in (pad, reset)]
+def _flag_chunks(pad: Tensor | None, reset: Tensor | None, chunk: slice) -> list[Tensor | None]:
+    """One chunk of pad and reset, [B,1,C]."""
+    return [None if x is None else x[:, None, chunk] for x in (pad, reset)]

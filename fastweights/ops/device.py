@@ -1,4 +1,4 @@
-"""What the Triton kernels need, and what a device has of it."""
+"""What the Triton kernels need from a device, and what a device offers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,19 @@ import torch
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
-# Where there is no GPU to ask (the interpreter, a look at block sizes): a Hopper's.
+# Assumed where there is no GPU (Triton's interpreter, inspection of block sizes): the values of an H100.
 PROCESSORS, SHARED_BYTES = 132, 227 * 1024
 SMALLEST_SHARED_BYTES = 99 * 1024
 
 
-def obstacle(device: torch.device, *dtypes: torch.dtype, interpreter: bool = False) -> str | None:
-    """Why the kernels cannot run on such tensors; None if they can. `interpreter`: Triton's, on a CPU, would do."""
+def unsupported_reason(device: torch.device, *dtypes: torch.dtype, interpreter: bool = False) -> str | None:
+    """Why the Triton kernels cannot run on tensors of this device and these dtypes; None if they can.
+
+    Args:
+        device: the device of the tensors.
+        *dtypes: their dtypes.
+        interpreter: accept a CPU if Triton's interpreter is on (TRITON_INTERPRET=1).
+    """
     if device.type != "cuda" and not (interpreter and os.environ.get("TRITON_INTERPRET") == "1"):
         return f"it needs a CUDA device, and the tensors are on {device.type}"
     if torch.version.hip:
@@ -29,6 +35,7 @@ def obstacle(device: torch.device, *dtypes: torch.dtype, interpreter: bool = Fal
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
+    """Number of multiprocessors of the device."""
     if device.type != "cuda":
         return PROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -36,7 +43,7 @@ def multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def shared_bytes(device: torch.device) -> int:
-    """Shared memory that one program can have."""
+    """Bytes of shared memory that one program can use."""
     if device.type != "cuda":
         return SHARED_BYTES
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", SMALLEST_SHARED_BYTES)
@@ -44,5 +51,5 @@ def shared_bytes(device: torch.device) -> int:
 
 @functools.cache
 def has_warp_groups(device: torch.device) -> bool:
-    """Whether its tensor cores can read tiles of 64 rows and more from shared memory."""
+    """Whether the device has warp-group matrix products: tiles of 64 rows and more, read from shared memory."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)

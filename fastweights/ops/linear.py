@@ -1,4 +1,4 @@
-"""A linear layer with what stands around it in a block, for a few rows: out = residual + activation(W norm(x) + b).
+"""A fused linear layer for a few rows: out = residual + activation(W norm(x) + b).
 
 Shapes: x [B,K]   weight [N,K], or [2N,K] where one half gates the other   bias [N] or [2N]   out, residual [B,N]
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastweights.ops.device import has_warp_groups, multiprocessors, shared_bytes
-from fastweights.ops.step import launch_options, operand
+from fastweights.ops.step import operand_dtype, pdl_options
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -24,18 +24,19 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
 }
-# Numbers of a tile of weights that a program of the one-row kernel loads at once, and its warps for them.
+# Weight elements that a program of the one-row kernel loads at once, and its warps for them.
 ROW_TILE, ROW_WARPS = 8192, 4
-# Inner numbers that are on their way at once, and the share of shared memory that all programs' loads may take.
+# Elements of the inner dimension that are in flight at once, and the share of shared memory for the loads of all
+# programs.
 PIPELINE, PIPELINE_SHARE = 512, 0.96
-# A sum is shared by programs for so many rows, in tiles of so many columns, from so many numbers each.
+# Split-K: up to this many rows, with tiles of this many columns, and at least this many inner elements per program.
 SPLIT_ROWS, SPLIT_COLUMNS, SPLIT_DEPTH = 32, 32, 512
-# Rows and columns that a tensor core multiplies at least.
+# The fewest rows and columns that tensor cores multiply.
 SMALLEST_TILE = 16
 
 
-class Tile(NamedTuple):
-    """What a program makes, and how: `split` programs share the inner dimension."""
+class TileConfig(NamedTuple):
+    """The tile [rows,columns] that a program computes, and how: `split` programs share the inner dimension."""
 
     rows: int
     columns: int
@@ -45,26 +46,33 @@ class Tile(NamedTuple):
     split: int = 1
 
 
-class Chip(NamedTuple):
+class DeviceLimits(NamedTuple):
+    """What decides the choice of a tile: multiprocessors, shared memory per program, warp-group products."""
+
     processors: int
     shared: int
     warp_groups: bool
 
 
-class Scratch:
-    """Parts of sums that programs share, and how many of a tile's have arrived: none before and after each kernel.
-    Only for kernels that run one after another."""
+class SplitKWorkspace:
+    """Partial sums of split-K programs, and a counter of arrived programs per tile, 0 before and after each kernel.
+
+    One workspace serves all layers, since their kernels run one after another.
+    """
 
     def __init__(self, device: torch.device) -> None:
         programs = multiprocessors(device)
         self.sums = torch.empty(programs * SPLIT_ROWS * SPLIT_COLUMNS, dtype=torch.float32, device=device)
-        self.arrived = torch.zeros(programs, dtype=torch.int32, device=device)
+        self.arrivals = torch.zeros(programs, dtype=torch.int32, device=device)
 
 
 class NormSums:
-    """What a norm takes of each of the rows that one linear writes and the next one reads: sums of squares, and of
-    numbers if it is `centred`, in as many parts as the writer had tiles of columns. No parts: the reader computes them.
-    Whoever else writes the rows must say so by parts = 0."""
+    """Partial sums for the norm between two linear layers: the first leaves them, the second uses them.
+
+    Sums of squares and, for a layer norm (`centred`), sums of elements, in as many parts as the writer had column
+    tiles. parts = 0: there are none and the reader computes them. Anything else that writes the rows must set parts to
+    0.
+    """
 
     def __init__(self, rows: int, columns: int, centred: bool, device: torch.device) -> None:
         most = -(-columns // SMALLEST_TILE)
@@ -87,8 +95,19 @@ class Norm:
         return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps).to(x.dtype)
 
 
-class Linear:
-    """`kernel`: run by Triton; otherwise by torch, in x's dtype. An activation is not added to what is there."""
+class FusedLinear:
+    """A linear layer with an optional norm before it and an activation, or an addition to a residual, after it.
+
+    Args:
+        weight: [N,K]; with `gated` [2N,K], gates first.
+        bias: [N] or [2N].
+        norm: applied to x.
+        activation: a key of ACTIVATIONS, or "none". It cannot be combined with an addition.
+        gated: out = activation(gate) * value, from the two halves of the weight.
+        kernel: run the Triton kernel. Otherwise torch, in x's dtype.
+        overlap: launch the kernel before the previous one has ended.
+        workspace: shared by the layers of a model. None: an own one.
+    """
 
     def __init__(
         self,
@@ -99,36 +118,47 @@ class Linear:
         gated: bool = False,
         kernel: bool = False,
         overlap: bool = False,
-        scratch: Scratch | None = None,
+        workspace: SplitKWorkspace | None = None,
     ) -> None:
         self.weight, self.bias, self.norm = weight.contiguous(), bias, norm
         self.activation, self.gated, self.kernel, self.overlap = activation, gated, kernel, overlap
         self.columns = weight.shape[0] // (2 if gated else 1)
-        self.column: Tensor | None = None
+        self.weight_sums: Tensor | None = None
         if kernel and norm is not None:
-            self._take_norm_in(norm)
+            self._fold_norm(norm)
         if kernel:
-            self.weight, self.bias, self.column = (self._paired(x) for x in (self.weight, self.bias, self.column))
-            self.scratch = scratch or Scratch(weight.device)
+            self.weight, self.bias, self.weight_sums = (
+                self._interleave_gate(x) for x in (self.weight, self.bias, self.weight_sums)
+            )
+            self.workspace = workspace or SplitKWorkspace(weight.device)
         self.transposed = self.weight.T
 
-    def _paired(self, x: Any) -> Any:
-        """Each gate's row before that of what it gates, so that one product makes both."""
+    def _interleave_gate(self, x: Any) -> Any:
+        """Put each gate's row before the row that it multiplies, so that one product computes both."""
         return torch.stack(x.chunk(2), dim=1).flatten(0, 1) if self.gated and x is not None else x
 
-    def _take_norm_in(self, norm: Norm) -> None:
-        """W (g (x - mean) / size + b) = (W g) (x - mean) / size + W b: g goes into W, and W b into the bias."""
+    def _fold_norm(self, norm: Norm) -> None:
+        """W (g (x - mean) / std + b) = (W g) (x - mean) / std + W b: fold g into W and W b into the bias."""
         wide = self.weight.float()
         if norm.bias is not None:
             shift = wide @ norm.bias.float()
             self.bias = shift if self.bias is None else self.bias.float() + shift
         self.weight = (wide * norm.weight.float()).to(self.weight.dtype)
         if norm.centred:
-            self.column = self.weight.float().sum(1)
+            self.weight_sums = self.weight.float().sum(1)
 
     def __call__(self, x: Tensor, out: Tensor, add: bool = False, sums: NormSums | None = None) -> Tensor:
-        """Into `out`, or added to what is there. Torch's activations are somewhere else: take what is returned.
-        `sums`: of x for a layer with a norm, which takes them; of `out` for one without, which leaves them."""
+        """Write the result into `out`, or add it to what is there.
+
+        Args:
+            x: [B,K].
+            out: [B,N]. Torch does not write activated results here: use the returned tensor.
+            add: add to `out` (the residual).
+            sums: partial sums for a norm. A layer with a norm reads those of x, one without leaves those of `out`.
+
+        Returns:
+            The result [B,N].
+        """
         if self.kernel:
             self._run_kernel(x, out, add, sums)
             return out
@@ -154,27 +184,31 @@ class Linear:
         from fastweights.ops.triton.decode_linear import linear_kernel
 
         rows, k = x.shape
-        chip = Chip(multiprocessors(x.device), shared_bytes(x.device), has_warp_groups(x.device))
+        limits = DeviceLimits(multiprocessors(x.device), shared_bytes(x.device), has_warp_groups(x.device))
         given = self._parts_given(sums)
-        tile = tiles(rows, self.columns, k, self.gated, self.norm is not None, self.weight.dtype, chip, given > 0)
+        tile = choose_tile(
+            rows, self.columns, k, self.gated, self.norm is not None, self.weight.dtype, limits, given > 0
+        )
         norm = "none" if self.norm is None else "layer" if self.norm.centred else "rms"
         grid = cdiv(rows, tile.rows), cdiv(self.columns, tile.columns), tile.split
-        hands_on = "none"
+        write_sums_for = "none"
         if sums is not None and self.norm is None:
-            sums.parts = 0 if rows == 1 else grid[1]  # the reader of one row has them for nothing
+            sums.parts = (
+                0 if rows == 1 else grid[1]
+            )  # the one-row kernel holds its whole row and computes them at no cost
             if sums.parts:
-                hands_on = "layer" if sums.centred else "rms"
+                write_sums_for = "layer" if sums.centred else "rms"
         with torch.cuda.device_of(x):
             linear_kernel[(grid[1],) if rows == 1 else grid](
                 x,
                 self.weight,
-                x if self.column is None else self.column,
+                x if self.weight_sums is None else self.weight_sums,
                 x if self.bias is None else self.bias,
                 out,
                 out,
-                self.scratch.sums,
-                self.scratch.arrived,
-                self.scratch.sums if sums is None else sums.values,
+                self.workspace.sums,
+                self.workspace.arrivals,
+                self.workspace.sums if sums is None else sums.values,
                 rows,
                 self.columns,
                 k,
@@ -184,20 +218,20 @@ class Linear:
                 BLOCK_K=tile.depth,
                 SPLIT=tile.split,
                 NORM=norm,
-                GIVEN=given,
-                HANDS_ON=hands_on,
+                NORM_PARTS=given,
+                WRITE_SUMS_FOR=write_sums_for,
                 ACTIVATION=self.activation,
                 GATED=self.gated,
                 BIAS=self.bias is not None,
                 RESIDUAL=add,
-                OPERAND=operand(self.weight.dtype),
+                OPERAND=operand_dtype(self.weight.dtype),
                 PRECISION="ieee" if self.weight.dtype == torch.float32 else "tf32",
                 OVERLAP=self.overlap,
-                # programs of a later turn would only take the cache from those of the first
-                PREFETCH=self.overlap and rows > 1 and math.prod(grid) <= chip.processors,
+                # with more than one wave of programs, the later ones would only evict what the first ones need
+                PREFETCH=self.overlap and rows > 1 and math.prod(grid) <= limits.processors,
                 num_warps=tile.warps,
                 num_stages=tile.stages,
-                **launch_options(self.overlap),
+                **pdl_options(self.overlap),
             )
 
     def _parts_given(self, sums: NormSums | None) -> int:
@@ -207,46 +241,49 @@ class Linear:
 
 
 @cache
-def tiles(
+def choose_tile(
     rows: int,
     columns: int,
     k: int,
     gated: bool,
     normed: bool,
     dtype: torch.dtype,
-    chip: Chip,
+    limits: DeviceLimits,
     sums_given: bool = False,
-) -> Tile:
-    """One row: as many columns as keep a tile of whole rows of weights small. Several: the tile of the least cost, with
-    the products for a norm's sums unless these are given.
+) -> TileConfig:
+    """Choose the tile of a layer for a number of rows.
 
-    Measured on an H200: the busiest multiprocessor's loads, or products where these take longer, plus all programs'
-    loads from the L2 cache, which is as fast as 0.6 of the multiprocessors. Warp groups are worth tiles of 64 rows from
-    17 rows on. A long sum for few rows is better shared by programs."""
+    One row: as many columns as keep a tile of whole weight rows small. Several: the tile of the least cost; the
+    products for a norm's sums count too, unless the sums are given.
+
+    The cost was measured on an H200: the loads of the busiest multiprocessor, or its products where these take longer,
+    plus the loads of all programs from the L2 cache, which is as fast as 0.6 of the multiprocessors. Warp groups are
+    worth tiles of 64 rows from 17 rows on. A long sum for few rows is better split over programs.
+    """
     from triton import cdiv, next_power_of_2
 
     halves = 2 if gated else 1
     if rows == 1:
         block_k = next_power_of_2(k)
         column_tile = max(1, min(16, ROW_TILE // (block_k * halves)))
-        while column_tile > 1 and cdiv(columns, column_tile) < chip.processors:
+        while column_tile > 1 and cdiv(columns, column_tile) < limits.processors:
             column_tile //= 2
-        return Tile(1, column_tile, block_k, ROW_WARPS * max(1, min(2, block_k // ROW_TILE)), 4)
+        return TileConfig(1, column_tile, block_k, ROW_WARPS * max(1, min(2, block_k // ROW_TILE)), 4)
 
     summed = normed and not sums_given
     tensor_cores = dtype != torch.float32
-    grouped = dtype == torch.bfloat16 and chip.warp_groups and rows > 16
-    # float16 is there once more as float32
+    grouped = dtype == torch.bfloat16 and limits.warp_groups and rows > 16
+    # float16 is also held as float32
     itemsize = 2 if dtype == torch.bfloat16 else 4
 
-    split = min(4, k // SPLIT_DEPTH, chip.processors // cdiv(columns, SPLIT_COLUMNS))
+    split = min(4, k // SPLIT_DEPTH, limits.processors // cdiv(columns, SPLIT_COLUMNS))
     if rows <= SPLIT_ROWS and split > 1 and not gated and not normed:
         row_tile = 16 if rows <= 16 else SPLIT_ROWS
-        pipeline = _pipeline((row_tile + SPLIT_COLUMNS) * itemsize, 2, (128, 64), chip)
+        pipeline = _pipeline((row_tile + SPLIT_COLUMNS) * itemsize, 2, (128, 64), limits)
         if pipeline is not None:
-            return Tile(row_tile, SPLIT_COLUMNS, pipeline[0], 4, pipeline[1] + 1, split)
+            return TileConfig(row_tile, SPLIT_COLUMNS, pipeline[0], 4, pipeline[1] + 1, split)
 
-    best: tuple[float, Tile] | None = None
+    best: tuple[float, TileConfig] | None = None
     for row_tile in (128, 64) if grouped else (16, 32, 64, 128):
         for wide in (16, 32, 64, 128, 256):
             column_tile = wide // halves
@@ -255,26 +292,28 @@ def tiles(
             if wide == 256 and not (grouped and row_tile == 128):
                 continue
             programs = cdiv(rows, row_tile) * cdiv(columns, column_tile)
-            turns = cdiv(programs, chip.processors)
+            waves = cdiv(programs, limits.processors)
             depths = (64,) if summed else (128, 64)
-            # two: this kernel's and the next one's
-            pipeline = _pipeline((row_tile + wide) * itemsize, min(3, 1 + turns), depths, chip)
+            # at least two programs per multiprocessor: this kernel's and, with overlap, the next one's
+            pipeline = _pipeline((row_tile + wide) * itemsize, min(3, 1 + waves), depths, limits)
             if pipeline is None:
                 continue
             loads = min(row_tile, rows) + wide
             work = row_tile * (wide + (row_tile if summed and tensor_cores else 0)) / (48 if tensor_cores else 4)
-            cost = turns * max(loads, work) + programs / (0.6 * chip.processors) * loads
+            cost = waves * max(loads, work) + programs / (0.6 * limits.processors) * loads
             if best is None or cost < best[0]:
                 warps = 8 if row_tile * wide > 64 * 128 else 4
-                best = cost, Tile(row_tile, column_tile, pipeline[0], warps, pipeline[1] + (not grouped))
+                best = cost, TileConfig(row_tile, column_tile, pipeline[0], warps, pipeline[1] + (not grouped))
     assert best is not None
     return best[1]
 
 
-def _pipeline(width: int, programs: int, depths: tuple[int, ...], chip: Chip) -> tuple[int, int] | None:
-    """Depth and number of buffers of `width` bytes an inner number, with room for so many programs on a multiprocessor,
-    or for one if three buffers need it."""
-    usable = int(PIPELINE_SHARE * chip.shared)
+def _pipeline(width: int, programs: int, depths: tuple[int, ...], limits: DeviceLimits) -> tuple[int, int] | None:
+    """Depth and number of pipeline buffers of `width` bytes per inner element.
+
+    Leaves room for `programs` programs on a multiprocessor, or for one if three buffers need it.
+    """
+    usable = int(PIPELINE_SHARE * limits.shared)
     for depth in depths:
         if 3 * depth * width <= usable // programs:
             return depth, min(usable // programs // (depth * width), PIPELINE // depth)

@@ -1,8 +1,10 @@
-"""One token of a rule, or of a window, with what is kept written in place: static addresses and no host in between,
-for CUDA graphs.
+"""One decoding step of a rule or of a window. State and ring buffers are updated in place.
+
+Addresses are static and the host takes no part, so the kernels can be captured in CUDA graphs.
 
 Shapes: state [B,S,d,m] float32, contiguous   q [B,G*S,m]   k [B,S,m]   v [B,S,d]   gate logits [B,S,m], [B,S,d], [B,S]
         -> y [B,G*S,d].   normalize=True: the state's last row is the normaliser, [B,S,d+1,m].
+S states (key-value heads), each read by G query heads.
 """
 
 from __future__ import annotations
@@ -13,22 +15,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastweights.ops.device import multiprocessors, obstacle, shared_bytes
+from fastweights.ops.device import multiprocessors, shared_bytes, unsupported_reason
 from fastweights.rules.base import MIN_GATE_LOGIT
 from fastweights.rules.normalizer import divide
 
 
 class Rotary(NamedTuple):
-    """Angles of this step, cos and sin [B,R] float32, and which of them each state's heads are turned by, [S,P]."""
+    """RoPE angles of this step: cos and sin [B,R] float32; pairs [S,P]: for each state, which of the R it uses."""
 
     cos: Tensor
     sin: Tensor
-    planes: Tensor
+    pairs: Tensor
 
 
 def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the Triton kernels can be used here."""
-    return obstacle(device, dtype) is None
+    """Whether the Triton kernels can run on this device with this dtype."""
+    return unsupported_reason(device, dtype) is None
 
 
 def step(
@@ -40,7 +42,20 @@ def step(
     gate_logits: Sequence[Tensor],
     normalize: bool = False,
 ) -> Tensor:
-    """y after the state has taken in k and v; the state is changed in place."""
+    """Update a state by one token, in place, and read it.
+
+    Args:
+        rule: "add", "gated", "delta" or "decay".
+        state: [B,S,d,m] float32, contiguous; [B,S,d+1,m] with `normalize`. Changed in place.
+        q: queries [B,G*S,m].
+        k: keys [B,S,m].
+        v: values [B,S,d].
+        gate_logits: the rule's gate logits: decay f [B,S,m] and z [B,S,d]; gated and delta g [B,S]; add none.
+        normalize: divide by the normaliser.
+
+    Returns:
+        y [B,G*S,d] in v's dtype, read from the state after the update.
+    """
     if has_kernels(v.device, v.dtype):
         y = v.new_empty(v.shape[0], q.shape[1], v.shape[2])
         step_kernel(rule, state, q, k, v, gate_logits, y, normalize)
@@ -57,6 +72,7 @@ def step_torch(
     gate_logits: Sequence[Tensor],
     normalize: bool = False,
 ) -> Tensor:
+    """`step` in plain torch, for devices without the kernels."""
     dtype, (batch, states, _, m) = v.dtype, state.shape
     if dtype != state.dtype or q.dtype != dtype:
         q, k, v, *gate_logits = (x.to(state.dtype) for x in (q, k, v, *gate_logits))
@@ -92,18 +108,26 @@ def step_kernel(
     key_scale: Tensor | None = None,
     overlap: bool = False,
 ) -> None:
-    """The same into y, by one kernel, with queries and keys turned and keys scaled on the way."""
+    """`step` as one Triton kernel that writes into y.
+
+    Args:
+        rule, state, q, k, v, gate_logits, normalize: as in `step`.
+        y: output [B,G*S,d].
+        rotary: apply RoPE to queries and keys. None: they are used as they are.
+        key_scale: [S,m], multiplied into the keys after RoPE.
+        overlap: start before the previous kernel has ended (see `can_overlap`).
+    """
     from triton import cdiv, next_power_of_2
 
     from fastweights.ops.triton.decode_step import step_kernel as kernel
 
     q, k, v, *gate_logits = (x if x[0].is_contiguous() else x.contiguous() for x in (q, k, v, *gate_logits))
     (batch, states, d), m = v.shape, k.shape[-1]
-    crowded = batch * states * cdiv(d, 64) >= 2 * multiprocessors(v.device)
-    block_m, block_d = next_power_of_2(m), min(next_power_of_2(d), 64 if crowded or normalize else 16)
+    fills_device = batch * states * cdiv(d, 64) >= 2 * multiprocessors(v.device)
+    block_m, block_d = next_power_of_2(m), min(next_power_of_2(d), 64 if fills_device or normalize else 16)
     slices = cdiv(d, block_d)
     gate, gate2 = (*gate_logits, v, v)[:2]
-    cos, sin, planes = rotary or (state, state, state)
+    cos, sin, pairs = rotary or (state, state, state)
     with torch.cuda.device_of(state):
         kernel[(batch * states, 1 if normalize else slices)](
             state,
@@ -114,7 +138,7 @@ def step_kernel(
             gate2,
             cos,
             sin,
-            planes,
+            pairs,
             state if key_scale is None else key_scale,
             y,
             *(x.stride(0) for x in (q, k, v, gate, gate2, cos)),
@@ -122,25 +146,26 @@ def step_kernel(
             GROUP=q.shape[1] // states,
             D=d,
             M=m,
-            PLANES=0 if rotary is None else planes.shape[1],
+            ROTARY_PAIRS=0 if rotary is None else pairs.shape[1],
             RULE=rule,
             NORMALIZE=normalize,
-            SCALED=key_scale is not None,
+            HAS_KEY_SCALE=key_scale is not None,
             BLOCK_D=block_d,
             BLOCK_M=block_m,
             SLICES=slices if normalize else 1,
             OVERLAP=overlap,
             num_warps=max(1, min(8, block_d * block_m // 512)),
-            **launch_options(overlap),
+            **pdl_options(overlap),
         )
 
 
-# Numbers of a window's keys that one program can hold beside as many values, and the bytes of shared memory that a
-# number of both takes on its way to the tensor cores (float32's).
+# The most elements of a window's keys that one program can hold together with as many values, and the bytes of shared
+# memory that a key and a value element need together on their way to the tensor cores, in float32.
 WINDOW_TILE, WINDOW_BYTES = 2**14, 9
 
 
 def has_window_kernel(width: int, d: int, device: torch.device) -> bool:
+    """Whether a window of `width` tokens and heads of d fit into one program on this device."""
     from triton import next_power_of_2
 
     tile = max(16, next_power_of_2(width)) * max(16, next_power_of_2(d))
@@ -157,19 +182,31 @@ def window_kernel(
     y: Tensor,
     rotary: Rotary | None = None,
     softcap: float | None = None,
-    far: Tensor | None = None,
-    share: Tensor | None = None,
+    rule_output: Tensor | None = None,
+    window_share: Tensor | None = None,
     overlap: bool = False,
 ) -> None:
-    """Attention to the last w tokens into y [B,H,d]; with `far` that much of it as `share` [H] says. The rings keys and
-    values [B,S,w,d] take in k and v [B,S,d] at positions [B] modulo w; q [B,H,d]."""
+    """Add a token to a window's ring buffers, in place, and attend to the last w tokens.
+
+    Args:
+        keys, values: ring buffers [B,S,w,d]; the new token is written at positions modulo w.
+        positions: [B], the number of tokens seen before this one.
+        q: queries [B,H,d].
+        k, v: the new token's key and value [B,S,d].
+        y: output [B,H,d].
+        rotary: apply RoPE to queries and keys. None: they are used as they are.
+        softcap: cap of the attention logits. None: no cap.
+        rule_output: the rule's output [B,H,d], to be mixed with the window's. None: y is the window's output alone.
+        window_share: [H], the share of the window in the mix.
+        overlap: start before the previous kernel has ended (see `can_overlap`).
+    """
     from triton import next_power_of_2
 
     from fastweights.ops.triton.decode_step import window_kernel as kernel
 
     q, k, v = (x if x[0].is_contiguous() else x.contiguous() for x in (q, k, v))
     (batch, states, width, d), group = keys.shape, q.shape[1] // keys.shape[1]
-    cos, sin, planes = rotary or (y, y, y)
+    cos, sin, pairs = rotary or (y, y, y)
     block_d, block_w = (max(16, next_power_of_2(n)) for n in (d, width))
     with torch.cuda.device_of(y):
         kernel[(batch * states,)](
@@ -181,42 +218,43 @@ def window_kernel(
             v,
             cos,
             sin,
-            planes,
-            y if far is None else far.contiguous(),
-            y if share is None else share,
+            pairs,
+            y if rule_output is None else rule_output.contiguous(),
+            y if window_share is None else window_share,
             y,
             *(x.stride(0) for x in (q, k, v, cos)),
             STATES=states,
             GROUP=group,
             D=d,
             WIDTH=width,
-            PLANES=0 if rotary is None else planes.shape[1],
+            ROTARY_PAIRS=0 if rotary is None else pairs.shape[1],
             SOFTCAP=softcap or 0.0,
-            MIXED=far is not None,
-            OPERAND=operand(keys.dtype),
+            MIXED=rule_output is not None,
+            OPERAND=operand_dtype(keys.dtype),
             PRECISION="ieee" if keys.dtype == torch.float32 else "tf32",
             BLOCK_G=max(16, next_power_of_2(group)),
             BLOCK_D=block_d,
             BLOCK_W=block_w,
             OVERLAP=overlap,
             num_warps=max(4, min(8, block_d * block_w // 2048)),
-            **launch_options(overlap),
+            **pdl_options(overlap),
         )
 
 
-def operand(dtype: torch.dtype) -> object:
-    """What goes into the tensor cores. Not float16: a number that still waits for its norm may be too large for it."""
+def operand_dtype(dtype: torch.dtype) -> object:
+    """Triton dtype of matmul operands. float16 is multiplied as float32: values before their norm may overflow it."""
     import triton.language as tl
 
     return tl.bfloat16 if dtype == torch.bfloat16 else tl.float32
 
 
-def launch_options(overlap: bool) -> dict[str, bool]:
+def pdl_options(overlap: bool) -> dict[str, bool]:
+    """Launch options for programmatic dependent launch."""
     return {"launch_pdl": True} if overlap else {}
 
 
 def can_overlap(device: torch.device) -> bool:
-    """Kernels that start before the one before them has ended are there from Hopper on."""
+    """Whether the device supports programmatic dependent launch (Hopper and later) and Triton exposes it."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 9:
         return False
     import triton.language as tl

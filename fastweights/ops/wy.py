@@ -1,9 +1,9 @@
 """One chunk of the delta rule: S_t = S_{t-1} + u_t k_t^T with u_t = g_t (v_t - S_{t-1} k_t),  y_t = S_t q_t.
 
-S_{t-1} holds every earlier u_s k_s^T, so the rows of U solve a unit lower triangular system (the WY form):
+S_{t-1} is S_0 plus every earlier u_s k_s^T, so the rows of U solve a unit lower triangular system (the WY form):
     (I + strictly lower(g K K^T)) U = g (V - K S_0^T).
 
-Shapes: q,k [B,H,C,m]   v,u [B,H,C,d]   g [B,H,C,1]   S [B,H,d,m]   segment [B,1,C]: resets so far
+Shapes: q,k [B,H,C,m]   v,u [B,H,C,d]   g [B,H,C,1]   S [B,H,d,m]   document [B,1,C]: number of resets so far
 """
 
 from __future__ import annotations
@@ -17,6 +17,12 @@ CHUNK = 64
 
 
 class Solved(NamedTuple):
+    """A chunk with its solved system.
+
+    error is V - K S_0^T, overlap is K K^T below the diagonal, scores Q K^T up to it. The masks are None without resets:
+    pairs of one document (same), tokens that read the start state, tokens that are in the end state.
+    """
+
     q: Tensor
     k: Tensor
     g: Tensor
@@ -26,14 +32,15 @@ class Solved(NamedTuple):
     u: Tensor
     scores: Tensor
     same: Tensor | None
-    first: Tensor | None
-    last: Tensor | None
+    reads_start: Tensor | None
+    in_end: Tensor | None
 
 
 def forward(state: Tensor, inputs: list[Tensor], pad: Tensor | None, reset: Tensor | None) -> tuple[Tensor, Tensor]:
+    """y [B,H,C,d] and the end state of a chunk, from its start state and [q, k, v, g_logit]."""
     s = _solve(state, inputs, pad, reset)
-    y = s.scores @ s.u + _where(s.q, s.first) @ state.mT
-    return _unpadded(y, pad), _survive(state, s.first) + s.u.mT @ _where(s.k, s.last)
+    y = s.scores @ s.u + _where(s.q, s.reads_start) @ state.mT
+    return _zero_padding(y, pad), _if_no_reset(state, s.reads_start) + s.u.mT @ _where(s.k, s.in_end)
 
 
 def backward(
@@ -46,53 +53,61 @@ def backward(
 ) -> tuple[Tensor, list[Tensor]]:
     """Gradients of the chunk's start state and of its inputs, from those of its output and end state."""
     s = _solve(state, inputs, pad, reset)
-    dy = _unpadded(dy, pad)
+    dy = _zero_padding(dy, pad)
     dscores = _where_pair((dy @ s.u.mT).tril_(), s.same)
-    du = s.scores.mT @ dy + _where(s.k, s.last) @ dstate.mT
+    du = s.scores.mT @ dy + _where(s.k, s.in_end) @ dstate.mT
     dtarget = torch.linalg.solve_triangular(s.system.mT, du, upper=True, unitriangular=True)
     doverlap = _where_pair((dtarget @ s.u.mT).tril_(-1), s.same).neg_()
     dvalue = s.g * dtarget
     gated = s.g * doverlap
 
-    dq = dscores @ s.k + _where(dy @ state, s.first)
-    dk = dscores.mT @ s.q + _where(s.u @ dstate, s.last) - _where(dvalue @ state, s.first)
+    dq = dscores @ s.k + _where(dy @ state, s.reads_start)
+    dk = dscores.mT @ s.q + _where(s.u @ dstate, s.in_end) - _where(dvalue @ state, s.reads_start)
     dk += gated @ s.k + gated.mT @ s.k
     dg = (dtarget * s.error).sum(-1) + (doverlap * s.overlap).sum(-1)
     g = s.g[..., 0]
-    dstart = _survive(dstate, s.first) + dy.mT @ _where(s.q, s.first) - dvalue.mT @ _where(s.k, s.first)
-    return dstart, [dq, _unpadded(dk, pad), dvalue, dg * g * (-inputs[3]).sigmoid()]
+    dstart = (
+        _if_no_reset(dstate, s.reads_start)
+        + dy.mT @ _where(s.q, s.reads_start)
+        - dvalue.mT @ _where(s.k, s.reads_start)
+    )
+    return dstart, [dq, _zero_padding(dk, pad), dvalue, dg * g * (-inputs[3]).sigmoid()]
 
 
 def _solve(state: Tensor, inputs: list[Tensor], pad: Tensor | None, reset: Tensor | None) -> Solved:
+    """Solve the triangular system of a chunk."""
     q, k, v, g_logit = inputs
-    k = _unpadded(k, pad)
+    k = _zero_padding(k, pad)
     g = g_logit.sigmoid()[..., None]
-    same = first = last = None
+    same = reads_start = in_end = None
     if reset is not None:
-        segment = reset.cumsum(-1)
-        same = segment[..., :, None] == segment[..., None, :]
-        first, last = (segment == 0)[..., None], (segment == segment[..., -1:])[..., None]
+        document = reset.cumsum(-1)
+        same = document[..., :, None] == document[..., None, :]
+        reads_start, in_end = (document == 0)[..., None], (document == document[..., -1:])[..., None]
     overlap = _where_pair((k @ k.mT).tril_(-1), same)
     system = g * overlap
-    error = v - _where(k, first) @ state.mT
+    error = v - _where(k, reads_start) @ state.mT
     # unitriangular: the diagonal of ones is not read
     u = torch.linalg.solve_triangular(system, g * error, upper=False, unitriangular=True)
     scores = _where_pair((q @ k.mT).tril_(), same)
-    return Solved(q, k, g, error, overlap, system, u, scores, same, first, last)
+    return Solved(q, k, g, error, overlap, system, u, scores, same, reads_start, in_end)
 
 
-def _unpadded(x: Tensor, pad: Tensor | None) -> Tensor:
+def _zero_padding(x: Tensor, pad: Tensor | None) -> Tensor:
+    """x [B,H,C,.] with 0 at padding tokens."""
     return x if pad is None else x.masked_fill(pad[..., None], 0)
 
 
 def _where(x: Tensor, tokens: Tensor | None) -> Tensor:
+    """x with 0 at other tokens; None: all tokens."""
     return x if tokens is None else x * tokens
 
 
 def _where_pair(scores: Tensor, same: Tensor | None) -> Tensor:
+    """Scores with 0 at pairs of different documents; None: one document."""
     return scores if same is None else scores * same
 
 
-def _survive(state: Tensor, first: Tensor | None) -> Tensor:
-    """The state as it comes through the chunk: empty if a document began in it."""
-    return state if first is None else state * first[..., -1:, :]
+def _if_no_reset(state: Tensor, reads_start: Tensor | None) -> Tensor:
+    """The state as it passes through the chunk: zero if a document started in it."""
+    return state if reads_start is None else state * reads_start[..., -1:, :]

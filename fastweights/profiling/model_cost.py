@@ -21,7 +21,7 @@ from fastweights.config import ConfigError
 from fastweights.decode.model import make_decode_model
 from fastweights.modeling.cache import FastWeightsCache
 from fastweights.modeling.classes import FastWeightsMixin
-from fastweights.modeling.description import layers_of
+from fastweights.modeling.description import layer_memory
 from fastweights.modeling.families import family_of
 from fastweights.modeling.modes import evaluating
 from fastweights.modeling.positions import position_limit
@@ -203,7 +203,7 @@ def _contender(model: Any, length: int, batch: int) -> Contender:
 
 def _needed_bytes(model: Any, length: int, batch: int) -> int:
     """What is kept of the texts and of the token after them, as often as it is held at once."""
-    layers = layers_of(model, family_of(model))
+    layers = layer_memory(model, family_of(model))
     kept = sum(layer.state_bytes if layer.converted else layer.attention_bytes(length + 1) for layer in layers)
     copies = 3 if isinstance(model, FastWeightsMixin) else 1  # the engine's own, and the one that it is filled from
     return copies * batch * kept

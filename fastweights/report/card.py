@@ -108,12 +108,12 @@ def _name(folder: Path) -> str:
 
 
 def _card_sections(results: Sequence[Result], folder: Path, base_name: str | None) -> list[Section]:
-    from fastweights.modeling.description import describe_folder, facts
+    from fastweights.modeling.description import describe_folder, summarize
 
     described = describe_folder(folder)
     if described.settings is None:
         raise ReportError(f"{folder} holds a model that is not converted: a card is written for converted ones")
-    settings = Table(["setting", "value"], list(facts(described).items()), names=2)
+    settings = Table(["setting", "value"], list(summarize(described).items()), names=2)
     return [
         Section("What it is", _what_it_is(described, base_name)),
         Section("How to load it", [Code("python", _loading(folder))]),

@@ -1,4 +1,4 @@
-"""The mathematics: each rule's step, and the loop over time. Plain torch, any float dtype, any device."""
+"""The update rules in plain torch, for any float dtype and device: a step for each rule, and the loop over time."""
 
 from fastweights.rules.add import ADD
 from fastweights.rules.base import Rule, loop

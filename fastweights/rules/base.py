@@ -1,4 +1,4 @@
-"""What the rules share: how a state is read, and the plain loop over time that is the truth for every fast path.
+"""What the rules share: how a state is read, and the loop over time that every fast implementation is tested against.
 
 Shapes, one time step: state S [B,H,d,m]   q [B,G*H,m]   k [B,H,m]   v [B,H,d]   gate logits [B,H,m], [B,H,d] or [B,H]
 Shapes, a sequence:    the same with time second: q [B,T,G*H,m], ...   mask [B,T]   reset [B,T]
@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# A gate of sigmoid(-10) = 4.5e-5 forgets everything. The floor belongs to the rules, not to a fast path, so that
-# every way of running them gives the same answer; below it tiles of running products would overflow float32.
+# Floor of the gate logits. A gate of sigmoid(-10) = 4.5e-5 forgets everything in practice. Below it, the cumulative
+# products of a tile would overflow float32. The floor belongs to the rules and not to one implementation, so that all
+# implementations give the same result.
 MIN_GATE_LOGIT = -10.0
 
 Step = Callable[..., tuple[Tensor, Tensor]]
@@ -22,7 +23,10 @@ Step = Callable[..., tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Rule:
-    """step(S, q, k, v, *gate_logits) -> (y, new S). `gates` maps each gate's name to its width: "m", "d" or "1"."""
+    """An update rule: step(S, q, k, v, *gate_logits) -> (y, new S).
+
+    `gates` maps the name of each gate to its width: "m", "d" or "1" (one value per head).
+    """
 
     name: str
     step: Step
@@ -36,11 +40,12 @@ def read(state: Tensor, q: Tensor) -> Tensor:
 
 
 def outer(v: Tensor, k: Tensor) -> Tensor:
+    """v k^T for each head: [...,d], [...,m] -> [...,d,m]."""
     return v[..., :, None] * k[..., None, :]
 
 
 def zero_state(k: Tensor, v: Tensor) -> Tensor:
-    """The empty state for a sequence's keys [B,T,H,m] and values [B,T,H,d]."""
+    """The initial state [B,H,d,m] for keys [B,T,H,m] and values [B,T,H,d]."""
     return v.new_zeros(v.shape[0], v.shape[2], v.shape[3], k.shape[3])
 
 
@@ -54,8 +59,21 @@ def loop(
     mask: Tensor | None = None,
     reset: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run a rule token by token. A masked-out token leaves the state alone and puts out zero;
-    a token with reset set finds an empty state."""
+    """Run a rule token by token.
+
+    Args:
+        rule: the rule.
+        q: queries [B,T,G*H,m].
+        k: keys [B,T,H,m].
+        v: values [B,T,H,d].
+        gate_logits: the rule's gate logits, with time second.
+        state: initial state [B,H,d,m]. None: zeros.
+        mask: [B,T] bool, False at padding: the state is unchanged there and y is 0. None: no padding.
+        reset: [B,T] bool, True at document starts: the state is zeroed before the token. None: no boundaries.
+
+    Returns:
+        y [B,T,G*H,d] and the state at the end.
+    """
     state = zero_state(k, v) if state is None else state
     outputs = []
     for t in range(q.shape[1]):

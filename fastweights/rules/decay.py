@@ -9,10 +9,12 @@ from fastweights.rules.base import MIN_GATE_LOGIT, Rule, outer, read
 
 
 def gate(logit: Tensor) -> Tensor:
+    """sigmoid(logit), with the logit clamped at the floor."""
     return logit.clamp(min=MIN_GATE_LOGIT).sigmoid()
 
 
 def step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, f_logit: Tensor, z_logit: Tensor) -> tuple[Tensor, Tensor]:
+    """One token of the decay rule; shapes as in rules/base.py."""
     state = outer(gate(z_logit), gate(f_logit)) * state + outer(v, k)
     return read(state, q), state
 

@@ -1,7 +1,7 @@
-"""Maps phi from queries and keys to the m features the state is read and written with.
+"""Feature maps phi: from queries and keys to the m features that read and write the state.
 
-Shapes: x [B,T,G*H,r] -> [B,T,G*H,m]; r is the map's input width. Queries of a group share their state's map.
-Queries and keys come with the square root of the attention scale already in them, so that q . k is attention's logit.
+Shapes: x [B,T,G*H,r] -> [B,T,G*H,m]; r is the input width of the map. Queries of a group share the map of their state.
+Queries and keys already contain the square root of the attention scale, so that q . k is the attention logit.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ SMALLEST_SUM = 1e-6
 
 
 def input_width(name: str, m: int, d: int) -> int:
-    """How wide queries and keys must be for a map to make m features out of them."""
+    """The width of queries and keys from which a map makes m features; d is the head dimension."""
     if name == "dpfp":
         return m // 2
     return m if name in ("none", "elu") else d
 
 
 def sum_normalize(x: Tensor) -> Tensor:
-    """phi / sum(phi), for positive features."""
+    """phi / sum(phi), for positive features: [...,m] -> [...,m]."""
     return x / x.sum(-1, keepdim=True).clamp(min=SMALLEST_SUM)
 
 
 class Identity(nn.Module):
-    """none: the linear map is part of the projections."""
+    """none: no map. A linear map would be part of the projections."""
 
     def __init__(self, heads: int, m: int, d: int) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Identity(nn.Module):
         return x
 
     def draw(self, generator: torch.Generator) -> None:
-        """Set the map's own numbers, if it has any."""
+        """Initialise the map's own parameters and buffers, if it has any."""
 
 
 class Elu(Identity):
@@ -46,7 +46,7 @@ class Elu(Identity):
 
 
 class Dpfp(Identity):
-    """Products of neighbours in relu([x, -x]), nu = 1 (Schlag et al. 2021): m = 2 r."""
+    """DPFP with nu = 1: products of neighbours in relu([x, -x]), so m = 2 r (Schlag et al. 2021)."""
 
     def forward(self, x: Tensor) -> Tensor:
         halves = F.relu(torch.cat([x, -x], dim=-1))
@@ -54,7 +54,7 @@ class Dpfp(Identity):
 
 
 class Relu(Identity):
-    """relu(W x + b), learned, one map a head for its queries and keys (Kasai et al. 2021)."""
+    """relu(W x + b), learned, one map per state for its queries and keys (Kasai et al. 2021)."""
 
     def __init__(self, heads: int, m: int, d: int) -> None:
         super().__init__(heads, m, d)
@@ -73,9 +73,12 @@ class Relu(Identity):
 
 
 class Favor(Identity):
-    """FAVOR+: exp(w.x - |x|^2 / 2) / sqrt(m) over orthogonal Gaussian w; unbiased for exp(q . k)
-    (Choromanski et al. 2021). Its variance grows like exp(|x|^2): queries or keys longer than about 8 give features
-    near zero. The original's running maximum over all keys needs the whole text and has no place in a recurrence."""
+    """FAVOR+: exp(w.x - |x|^2 / 2) / sqrt(m) over orthogonal Gaussian w (Choromanski et al. 2021).
+
+    Unbiased for exp(q . k). Its variance grows like exp(|x|^2): queries or keys longer than about 8 give features near
+    zero. The original subtracts the maximum over all keys, which needs the whole sequence and is impossible in a
+    recurrence.
+    """
 
     def __init__(self, heads: int, m: int, d: int) -> None:
         super().__init__(heads, m, d)
@@ -84,7 +87,7 @@ class Favor(Identity):
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
-            x = _exact(x)
+            x = _at_least_float32(x)
             exponent = x @ self.directions.to(x.dtype).mT - x.square().sum(-1, keepdim=True) / 2
             return exponent.exp() * self.directions.shape[0] ** -0.5
 
@@ -95,13 +98,13 @@ class Favor(Identity):
         self.directions.copy_(torch.cat(blocks)[:m] * norms)
 
 
-def _exact(x: Tensor) -> Tensor:
-    """At least float32: exponents and angles do not survive bfloat16."""
+def _at_least_float32(x: Tensor) -> Tensor:
+    """x in at least float32: exponents and angles are too coarse in bfloat16."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _random_rotation(d: int, generator: torch.Generator) -> Tensor:
-    """Uniform over the orthogonal matrices: QR alone favours some signs."""
+    """A uniformly distributed orthogonal matrix [d,d]. QR alone favours some signs, so they are corrected."""
     q, r = torch.linalg.qr(torch.randn(d, d, generator=generator))
     return q * r.diagonal().sign()
 
@@ -117,7 +120,7 @@ class Rfa(Identity):
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
-            x = _exact(x)
+            x = _at_least_float32(x)
             unit = F.normalize(x, dim=-1).unflatten(2, (self.scale.shape[0], -1)) * self.scale[:, None].to(x.dtype)
             angles = unit.flatten(2, 3) @ self.directions.to(x.dtype).mT
         return torch.cat([angles.sin(), angles.cos()], dim=-1) * self.directions.shape[0] ** -0.5

@@ -145,7 +145,7 @@ def test_unknown_family_is_refused(tmp_path: Path, out: Path) -> None:
     with pytest.raises(UnknownFamilyError, match="cannot convert a BloomForCausalLM"):
         convert(model)
     found = error_of("convert", tmp_path / "bloom", "-o", out)
-    assert "cannot convert a BloomForCausalLM: the families known are gpt2" in found
+    assert "cannot convert a BloomForCausalLM: supported families are gpt2" in found
     assert "CONTRIBUTING.md" in found
     assert "BloomForCausalLM" in error_of("info", tmp_path / "bloom")
     assert_nothing_left(out)

@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fastweights.ops.triton import kernels, launch
+from fastweights.ops.triton import launch, run_kernels
 from fastweights.rules import RULES
 from helpers.relative_error import op_inputs
 
@@ -48,7 +48,10 @@ def compile_only(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], **op
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=settings)
     assert compiled.metadata.shared <= SHARED_BYTES
     assert not SPILLING.search(compiled.asm["llir"]), f"{kernel.__name__}: a packed shift that spills"
-    print(kernel.__name__, *(f"{name}={options[name]}" for name in ("BACK", "OUTPUT", "KEEP") if name in options))
+    print(
+        kernel.__name__,
+        *(f"{name}={options[name]}" for name in ("REVERSE", "OUTPUT", "SAVE_STATES") if name in options),
+    )
     return compiled
 
 
@@ -60,7 +63,7 @@ def compile_rule(rule: str) -> None:
         inputs["state"] = inputs["state"].float()
         leaves = {name: x.requires_grad_() for name, x in inputs.items()}
         gates = tuple(x for name, x in leaves.items() if name.endswith("logit"))
-        y, end = kernels(RULES[rule], leaves["q"], leaves["k"], leaves["v"], gates, leaves["state"], flags, flags)
+        y, end = run_kernels(RULES[rule], leaves["q"], leaves["k"], leaves["v"], gates, leaves["state"], flags, flags)
         torch.autograd.grad((y, end), list(leaves.values()), (torch.ones_like(y), torch.ones_like(end)))
 
 

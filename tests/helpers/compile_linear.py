@@ -69,7 +69,7 @@ def compile_layer(name: str, rows: int, dtype: torch.dtype, passed: bool) -> Non
     weight = torch.zeros(n * (2 if gated else 1), k, dtype=dtype)
     bias = torch.zeros(len(weight), dtype=dtype) if around.get("biased") else None
     activation = around.get("activation", "none")
-    layer = linear.Linear(weight, bias, norm if kind else None, activation, gated, kernel=True, overlap=True)
+    layer = linear.FusedLinear(weight, bias, norm if kind else None, activation, gated, kernel=True, overlap=True)
     sums = None
     if passed:
         centred = (around.get("handed_on") or kind) == "layer"
@@ -84,7 +84,7 @@ def compile_layer(name: str, rows: int, dtype: torch.dtype, passed: bool) -> Non
     compiled, options = compiler.compiled, compiler.options
     tile = "x".join(str(options[x]) for x in ("ROWS", "COLUMNS", "BLOCK_K", "SPLIT", "num_warps", "num_stages"))
     found = check_pipeline(compiled.asm["ttgir"], options["num_stages"])
-    variant = "given" if options["GIVEN"] else "handed on" if options["HANDS_ON"] != "none" else "alone"
+    variant = "given" if options["NORM_PARTS"] else "handed on" if options["WRITE_SUMS_FOR"] != "none" else "alone"
     print(name, variant, rows, str(dtype)[6:], tile, f"{compiled.metadata.shared} bytes,", found, flush=True)
 
 

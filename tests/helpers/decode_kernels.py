@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastweights.ops.linear import Linear, Norm
+from fastweights.ops.linear import FusedLinear, Norm
 
 FUNCTIONS: dict[str, Any] = {
     "none": lambda x: x,
@@ -37,7 +37,7 @@ def numbers(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
 
 def layer_case(
     case: tuple[Any, ...], rows: int, n: int, k: int, dtype: torch.dtype, way: str, x: Tensor | None = None
-) -> tuple[Linear, Tensor, Tensor, Tensor]:
+) -> tuple[FusedLinear, Tensor, Tensor, Tensor]:
     """A layer, its input (unless it is given, what lies before and behind is not a number), what is added to (or not a
     number), and what should come of it."""
     activation, gated, norm_kind, has_bias, add = case
@@ -50,7 +50,7 @@ def layer_case(
     if x is None:
         x = F.pad(numbers(rows, k, seed=5) + 0.5, (0, 0, 1, 1), value=math.nan).to(device, dtype)[1:-1]
     before = numbers(rows, n, seed=6).to(device, dtype)
-    layer = Linear(weight, bias, norm, activation, gated, kernel=way == "kernel")
+    layer = FusedLinear(weight, bias, norm, activation, gated, kernel=way == "kernel")
 
     wide = x.double()
     if norm is not None:

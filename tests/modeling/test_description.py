@@ -15,7 +15,7 @@ from fastweights.config import FastWeightsConfig
 from fastweights.conversion import convert
 from fastweights.loading import load
 from fastweights.modeling.cache import FastWeightsCache
-from fastweights.modeling.description import TEXT_LENGTHS, describe, describe_folder, facts
+from fastweights.modeling.description import SEQUENCE_LENGTHS, describe, describe_folder, summarize
 from fastweights.modeling.families import UnknownFamilyError
 from fastweights.utils.errors import CheckpointError
 
@@ -41,20 +41,20 @@ def cache_after(model: Any, length: int) -> FastWeightsCache:
 
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_state_bytes_are_those_of_a_real_state(family: str, settings: dict[str, Any]) -> None:
+def test_state_bytes_match_a_real_state(family: str, settings: dict[str, Any]) -> None:
     model = converted(family, **settings)
     for length in (2, 20):
         assert describe(model).state_bytes == cache_after(model, length).nbytes
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_state_bytes_follow_the_dtype(dtype: torch.dtype) -> None:
+def test_state_bytes_depend_on_dtype(dtype: torch.dtype) -> None:
     model = converted("llama", dtype, m=8, window=5)
     assert describe(model).state_bytes == cache_after(model, 9).nbytes
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_neox"])
-def test_attention_bytes_are_those_of_a_real_cache(family: str) -> None:
+def test_attention_bytes_match_a_real_cache(family: str) -> None:
     model, length = pretrained(family), 20
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
@@ -65,7 +65,7 @@ def test_attention_bytes_are_those_of_a_real_cache(family: str) -> None:
         assert row.here == row.attention
 
 
-def test_sliding_layers_stop_at_their_window() -> None:
+def test_sliding_layers_cache_at_most_their_window() -> None:
     model = pretrained("mistral")
     (first, *others) = describe(model).memory
     cache = DynamicCache(config=model.config)
@@ -75,31 +75,31 @@ def test_sliding_layers_stop_at_their_window() -> None:
     assert all(row.attention == first.attention for row in others)
 
 
-def test_a_mixture_of_sliding_and_full_layers() -> None:
+def test_memory_of_mixed_sliding_and_full_layers() -> None:
     model = pretrained("gemma2")
     assert model.config.layer_types == ["sliding_attention", "full_attention"]
     for row in describe(model).memory:
         assert row.attention == 2 * 2 * 8 * 4 * (6 + row.tokens)
 
 
-def test_memory_of_a_fully_converted_model_is_constant() -> None:
+def test_fully_converted_model_has_constant_memory() -> None:
     described = describe(converted("llama", m=8))
-    assert [row.tokens for row in described.memory] == list(TEXT_LENGTHS) == [1024, 8192, 65536]
+    assert [row.tokens for row in described.memory] == list(SEQUENCE_LENGTHS) == [1024, 8192, 65536]
     assert {row.here for row in described.memory} == {described.state_bytes}
 
 
-def test_a_hybrid_keeps_its_state_and_the_attention_of_the_other_layers() -> None:
+def test_hybrid_memory_is_state_plus_attention_of_other_layers() -> None:
     model = converted("llama", m=8, layers=(1,))
     described, cache = describe(model), cache_after(model, 20)
     for row in described.memory:
         assert row.here == described.state_bytes + cache.attention_nbytes * row.tokens // 20
-        assert row.attention == describe(pretrained("llama")).memory[TEXT_LENGTHS.index(row.tokens)].attention
+        assert row.attention == describe(pretrained("llama")).memory[SEQUENCE_LENGTHS.index(row.tokens)].attention
     assert described.converted == (1,)
-    assert facts(described)["layers converted"] == "1 of 2: 1"
+    assert summarize(described)["layers converted"] == "1 of 2: 1"
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_parameters_are_counted_against_the_base_model(family: str) -> None:
+def test_added_parameters_are_relative_to_base_model(family: str) -> None:
     model = converted(family, m=8)
     described = describe(model)
     assert described.parameters == sum(p.numel() for p in model.parameters())
@@ -108,26 +108,26 @@ def test_parameters_are_counted_against_the_base_model(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_a_folder_is_described_as_its_model_and_without_weights(family: str, tmp_path: Any) -> None:
+def test_folder_description_matches_model_without_reading_weights(family: str, tmp_path: Any) -> None:
     save_model(tmp_path, family, rule="gated", m=8, window=4)
     expected = describe(load(tmp_path))
     (tmp_path / "model.safetensors").unlink()
     assert describe_folder(tmp_path) == expected
 
 
-def test_a_folder_is_described_in_its_own_dtype(tmp_path: Any) -> None:
+def test_folder_description_has_its_saved_dtype(tmp_path: Any) -> None:
     converted("llama", torch.bfloat16, m=8).save_pretrained(tmp_path)
     assert describe_folder(tmp_path).dtype == "bfloat16"
 
 
-def test_a_model_that_is_not_converted(tmp_path: Any) -> None:
+def test_describe_model_that_is_not_converted(tmp_path: Any) -> None:
     described = describe_folder(save_model(tmp_path))
     assert (described.settings, described.converted, described.state_bytes) == (None, (), 0)
     assert described.added_parameters == 0
-    assert "not converted" in facts(described)["rule"]
+    assert "not converted" in summarize(described)["rule"]
 
 
-def test_describing_leaves_a_model_alone() -> None:
+def test_describe_does_not_change_the_model() -> None:
     model = converted("llama", m=8)
     before = model.config.to_dict()
     describe(model)
@@ -135,7 +135,7 @@ def test_describing_leaves_a_model_alone() -> None:
     assert model.device.type == "cpu"
 
 
-def test_a_folder_without_a_config(tmp_path: Any) -> None:
+def test_folder_without_config_is_an_error(tmp_path: Any) -> None:
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         describe_folder(tmp_path)
 
@@ -143,19 +143,19 @@ def test_a_folder_without_a_config(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     "change", [{"fastweights": {"rule": "nonsense"}}, {"model_type": "nonsense"}, {"fastweights": {"widht": 3}}]
 )
-def test_a_config_that_describes_no_model(tmp_path: Any, change: dict[str, Any]) -> None:
+def test_config_that_describes_no_model_is_an_error(tmp_path: Any, change: dict[str, Any]) -> None:
     config = save_model(tmp_path, m=8) / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | change))
     with pytest.raises(CheckpointError, match=r"config\.json"):
         describe_folder(tmp_path)
 
 
-def test_a_config_that_is_not_json(tmp_path: Any) -> None:
+def test_config_that_is_not_json_is_an_error(tmp_path: Any) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"config\.json"):
         describe_folder(tmp_path)
 
 
-def test_an_unknown_family() -> None:
-    with pytest.raises(UnknownFamilyError, match="families known"):
+def test_unknown_family_is_an_error() -> None:
+    with pytest.raises(UnknownFamilyError, match="cannot convert a Linear"):
         describe(torch.nn.Linear(2, 2))

@@ -18,14 +18,14 @@ from fastweights.modeling.initialization import exact_factors, log_gate, query_k
 HEADS, D, WIDTH = 4, 8, 32
 
 
-def _factors(family: str, width: int, planes: int, states: int = HEADS) -> tuple[Any, Any]:
+def _factors(family: str, width: int, pairs: int, states: int = HEADS) -> tuple[Any, Any]:
     model = pretrained(family)
     table = family_of(model)
     attention = table.attention_of(table.blocks(model)[0])
     shape = table.shape(attention, model.config)
     weights = table.weights(attention, shape)
     generator = torch.Generator().manual_seed(0)
-    return query_key_factors(weights, shape, states, width, planes, generator), exact_factors(weights, shape, states)
+    return query_key_factors(weights, shape, states, width, pairs, generator), exact_factors(weights, shape, states)
 
 
 def _form(factors: Any) -> Tensor:
@@ -35,16 +35,16 @@ def _form(factors: Any) -> Tensor:
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "gpt_neox", "llama", "qwen2"])
 @pytest.mark.parametrize("m", [1, 3, 7])
-def test_narrow_projections_are_the_best_of_their_rank(family: str, m: int) -> None:
-    new, exact = _factors(family, m, planes=0)
+def test_narrow_projections_are_best_low_rank_approximation(family: str, m: int) -> None:
+    new, exact = _factors(family, m, pairs=0)
     u, values, v = torch.linalg.svd(_form(exact))
     best = u[..., :m] * values[:, None, :m] @ v[:, :m]
     assert_close("query-key form", _form(new), best, 1e-9)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_shared_keys_are_the_best_for_their_group(family: str) -> None:
-    new, exact = _factors(family, 3, planes=0, states=2)
+def test_shared_keys_are_best_for_their_query_group(family: str) -> None:
+    new, exact = _factors(family, 3, pairs=0, states=2)
     stacked = _form(exact).unflatten(0, (2, 2)).flatten(1, 2)
     u, values, v = torch.linalg.svd(stacked, full_matrices=False)
     best = u[..., :3] * values[:, None, :3] @ v[:, :3]
@@ -52,14 +52,14 @@ def test_shared_keys_are_the_best_for_their_group(family: str) -> None:
 
 
 @pytest.mark.parametrize("m", [D, D + 1, 3 * D])
-def test_wide_projections_hold_the_form_exactly(m: int) -> None:
+def test_wide_projections_represent_query_key_form_exactly(m: int) -> None:
     for family in CONFIGS:
-        new, exact = _factors(family, m, planes=0)
+        new, exact = _factors(family, m, pairs=0)
         assert_close(f"form of {family}", _form(new), _form(exact), 1e-12)
         assert not new.q[:, :, D:].any() and bool(new.k[:, D:, :-1].all())
 
 
-def test_the_form_is_the_pretrained_logit() -> None:
+def test_query_key_form_equals_pretrained_logits() -> None:
     """Scale and biases included: [x,1] Q^T K [y,1] is what GPT-2's softmax sees."""
     model = pretrained("gpt2")
     attention = model.transformer.h[0].attn
@@ -67,25 +67,25 @@ def test_the_form_is_the_pretrained_logit() -> None:
     q, k, _ = attention.c_attn(x).split(WIDTH, dim=-1)
     q, k = (t.unflatten(-1, (HEADS, D)).transpose(0, 1) for t in (q, k))
     expected = q @ k.mT * D**-0.5
-    _, exact = _factors("gpt2", D, planes=0)
+    _, exact = _factors("gpt2", D, pairs=0)
     one = torch.cat([x, torch.ones(5, 1)], dim=-1).double()
     assert_close("logits", one @ _form(exact) @ one.mT, expected.double(), 1e-5)
 
 
-def test_kept_planes_are_the_strongest_and_stay_planes() -> None:
-    new, exact = _factors("llama", 4, planes=2)
+def test_strongest_rotary_pairs_are_kept_as_pairs() -> None:
+    new, exact = _factors("llama", 4, pairs=2)
     half = D // 2
     strength = exact.q[:, 0].square().sum(-1), exact.k.square().sum(-1)
     strength = [s[:, :half] + s[:, half:] for s in strength]
     best = (strength[0] * strength[1]).topk(2, dim=-1).indices.sort(dim=-1).values
-    assert torch.equal(new.planes, best)
+    assert torch.equal(new.pairs, best)
     for head in range(HEADS):
         rows = torch.cat([best[head], best[head] + half])
         assert torch.equal(new.q[head, 0], exact.q[head, 0, rows])
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_neox"])
-def test_with_rotary_kept_a_layer_of_full_width_has_the_pretrained_logits(family: str) -> None:
+def test_full_width_layer_with_rope_has_pretrained_logits(family: str) -> None:
     """Queries and keys after norm and rotation, against a window that sees everything."""
     base, ids = pretrained(family), tokens(1, 9)
     model = fw.convert(base, fw.FastWeightsConfig(rule="add", m=D, window=9))
@@ -113,7 +113,7 @@ def _pretrained_values() -> Tensor:
     return pretrained("gpt2").transformer.h[0].attn.c_attn.weight.detach().T[2 * WIDTH :]
 
 
-def test_uniform_gates_and_the_rescaled_values() -> None:
+def test_uniform_gate_init_rescales_values() -> None:
     rule = _rule(rule="decay", m=6)
     f, z = (rule.gates[name].bias.sigmoid() for name in "fz")
     assert bool((f >= 1 / 6).all() and (f <= 5 / 6).all()) and bool((z >= 1 / D).all() and (z <= 1 - 1 / D).all())
@@ -126,7 +126,7 @@ RANDOM = [dict(rule="decay", gate_init="log", window=4), dict(rule="add", featur
 
 @pytest.mark.parametrize("settings", RANDOM, ids=["decay", "add"])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])
-def test_random_queries_and_keys_have_the_size_of_the_pretrained_ones(family: str, settings: dict[str, Any]) -> None:
+def test_random_projections_have_size_of_pretrained_ones(family: str, settings: dict[str, Any]) -> None:
     """All else is as it would be; another seed draws others."""
     drawn, again, other, own = (
         family_of_converted(fw.convert(pretrained(family), fw.FastWeightsConfig(m=6, **settings, **more)))
@@ -146,14 +146,14 @@ def test_random_queries_and_keys_have_the_size_of_the_pretrained_ones(family: st
         assert is_drawn or torch.equal(numbers, own_state[name]), name
 
 
-def test_uniform_gates_are_uniform() -> None:
+def test_uniform_gates_are_uniformly_distributed() -> None:
     drawn = uniform_gate((20_000,), 64, torch.Generator().manual_seed(0)).sigmoid()
     expected = torch.linspace(1 / 64, 1 - 1 / 64, 20_000)
     assert float((drawn.sort().values - expected).abs().max()) < 0.02
     assert torch.isfinite(uniform_gate((5,), 1, torch.Generator().manual_seed(0))).all()
 
 
-def test_log_gates_spread_memory_from_one_token_to_the_training_length() -> None:
+def test_log_gates_remember_from_one_token_to_training_length() -> None:
     rule = _rule(rule="decay", m=6, gate_init="log", train_length=256)
     f = rule.gates["f"].bias.detach().unflatten(0, (HEADS, 6))
     lengths = (f.exp()).sort(dim=1).values
@@ -168,14 +168,14 @@ def test_log_gates_spread_memory_from_one_token_to_the_training_length() -> None
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
-def test_with_rotary_both_numbers_of_a_plane_forget_alike(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_elements_of_a_rotary_pair_have_one_gate(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys are scaled by how long they are kept; rotation must not mix a long memory into a short one."""
     model = fw.convert(pretrained(family), fw.FastWeightsConfig(rule="decay", m=6, gate_init="log"))
     plain = fw.convert(pretrained(family), fw.FastWeightsConfig(rule="gated", m=6))
     rule = family_of_converted(model).rule
-    planes = rule.projections.planes.shape[1]
+    pairs = rule.projections.planes.shape[1]
     f = rule.gates["f"].bias.detach().unflatten(0, (HEADS, 6))
-    assert planes and torch.equal(f[:, :planes], f[:, planes : 2 * planes])
+    assert pairs and torch.equal(f[:, :pairs], f[:, pairs : 2 * pairs])
     keys = [_first_keys(m, monkeypatch) for m in (model, plain)]
     assert_close("keys", keys[0], keys[1] * (-f).sigmoid(), 1e-5)
 
@@ -194,7 +194,7 @@ def _first_keys(model: Any, monkeypatch: pytest.MonkeyPatch) -> Tensor:
     return keys[0]
 
 
-def test_without_its_scale_add_overflows_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_add_without_value_scale_overflows_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the paper's 1/512 is for: float16 ends at 65504."""
 
     def largest_output() -> float:
@@ -212,14 +212,14 @@ def test_without_its_scale_add_overflows_16_bits(monkeypatch: pytest.MonkeyPatch
     assert largest_output() > 65504
 
 
-def test_other_rules_start_as_in_the_paper() -> None:
+def test_gated_delta_and_add_start_as_in_the_paper() -> None:
     assert_close("delta's gate", _rule(rule="delta", m=4).gates["g"].bias.sigmoid(), torch.full((HEADS,), 0.007), 1e-5)
     assert_close("add's values", _rule(rule="add", m=4).projections.v_proj.weight, _pretrained_values() / 512, 1e-6)
     mapped = _rule(rule="add", m=4, feature_map="relu").projections.v_proj.weight
     assert_close("add's values with a map", mapped, _pretrained_values(), 1e-6)
 
 
-def test_the_seed_is_all_that_new_parameters_depend_on() -> None:
+def test_new_parameters_depend_only_on_seed() -> None:
     def biases(seed: int) -> Tensor:
         return _rule(rule="decay", m=4, seed=seed).gates["f"].bias
 
@@ -240,7 +240,7 @@ PAPER = [
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma3_text"])
 @pytest.mark.parametrize("settings", PAPER, ids=lambda s: "-".join(s.values()))
-def test_no_overflow_in_bfloat16_right_after_conversion(family: str, settings: dict[str, Any]) -> None:
+def test_no_overflow_in_bfloat16_after_conversion(family: str, settings: dict[str, Any]) -> None:
     """Four layers, 1024 tokens, the paper's configurations in the paper's initialisation."""
     model = pretrained(family)
     small = dict(n_layer=4, n_positions=1024) if family == "gpt2" else dict(num_hidden_layers=4)

@@ -7,7 +7,7 @@ import torch
 from helpers.relative_error import assert_close, op_flags
 from torch import Tensor
 
-from fastweights.modeling.window import Past, local_attention
+from fastweights.modeling.window import WindowCache, local_attention
 
 FLAGS = ("none", "mask", "reset", "mask+reset")
 
@@ -45,7 +45,7 @@ def plain_local(
 @pytest.mark.parametrize("T", [1, 2, 4, 5, 6, 31, 32, 33, 63, 64, 65, 70])
 @pytest.mark.parametrize("kind", FLAGS)
 @pytest.mark.parametrize("groups", [1, 3])
-def test_local_attention_is_a_masked_softmax(window: int, T: int, kind: str, groups: int) -> None:
+def test_local_attention_matches_masked_softmax(window: int, T: int, kind: str, groups: int) -> None:
     inputs = {name: x.requires_grad_() for name, x in local_inputs(T, groups).items()}
     flags = op_flags(kind, 2, T, seed=T)
     y, _ = local_attention(**inputs, window=window, **flags)
@@ -57,7 +57,7 @@ def test_local_attention_is_a_masked_softmax(window: int, T: int, kind: str, gro
         assert_close(f"gradient of {name}", dx, dx_expected, 1e-5)
 
 
-def test_local_softcap() -> None:
+def test_local_attention_caps_logits() -> None:
     inputs = local_inputs(40, 1)
     y, _ = local_attention(**inputs, window=5, softcap=0.5)
     assert_close("y", y, plain_local(inputs, 5, None, None, softcap=0.5), 1e-6)
@@ -65,17 +65,17 @@ def test_local_softcap() -> None:
 
 @pytest.mark.parametrize("window", [1, 2, 5, 32])
 @pytest.mark.parametrize(
-    "pieces", [(1, 1, 68), (7, 3, 30, 30), (40, 1, 1, 1, 27), (1,) * 70], ids=lambda p: f"{len(p)} pieces"
+    "chunks", [(1, 1, 68), (7, 3, 30, 30), (40, 1, 1, 1, 27), (1,) * 70], ids=lambda p: f"{len(p)} chunks"
 )
 @pytest.mark.parametrize("kind", FLAGS)
-def test_local_attention_in_pieces(window: int, pieces: tuple[int, ...], kind: str) -> None:
-    T = sum(pieces)
+def test_local_attention_in_chunks_matches_whole_sequence(window: int, chunks: tuple[int, ...], kind: str) -> None:
+    T = sum(chunks)
     inputs, flags = local_inputs(T, 2), op_flags(kind, 2, T)
     outputs, past, start = [], None, 0
-    for length in pieces:
-        piece = {name: x[:, start : start + length] for name, x in (inputs | flags).items()}
-        y, past = local_attention(**piece, window=window, past=past)
-        assert isinstance(past, Past)
+    for length in chunks:
+        chunk = {name: x[:, start : start + length] for name, x in (inputs | flags).items()}
+        y, past = local_attention(**chunk, window=window, past=past)
+        assert isinstance(past, WindowCache)
         assert past.k.shape == past.v.shape == (2, window - 1, 2, 4)
         outputs.append(y)
         start += length

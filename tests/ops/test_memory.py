@@ -34,7 +34,7 @@ def saved_bytes(rule: str, length: int, backend: str) -> int:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_chunked_keeps_chunk_boundaries_only(rule: str) -> None:
+def test_chunked_saves_only_states_at_chunk_boundaries(rule: str) -> None:
     chunk = (wy if rule == "delta" else tiled).CHUNK
     for length in (T, 2 * T):
         boundaries = B * H * (length // chunk) * d * m * BYTES
@@ -43,13 +43,13 @@ def test_chunked_keeps_chunk_boundaries_only(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_chunked_keeps_far_less_than_every_state(rule: str) -> None:
+def test_chunked_saves_far_less_than_every_state(rule: str) -> None:
     kept = saved_bytes(rule, T, "chunked")
     assert 8 * kept <= EVERY_STATE
     assert saved_bytes(rule, 2 * T, "chunked") <= 2.2 * kept
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_loop_keeps_every_state(rule: str) -> None:
+def test_loop_saves_every_state(rule: str) -> None:
     """The measure itself: it must see what the chunked form does without."""
     assert saved_bytes(rule, T, "loop") >= 0.95 * EVERY_STATE

@@ -84,7 +84,7 @@ def paper(rule: str, inputs: dict[str, Tensor], normalize: bool) -> tuple[np.nda
 
 @every_case
 @pytest.mark.parametrize("groups", [1, 3])
-def test_loop_is_the_paper(rule: str, normalize: bool, groups: int) -> None:
+def test_loop_matches_equations_of_the_paper(rule: str, normalize: bool, groups: int) -> None:
     inputs = op_inputs(rule, T=12, dtype=torch.float64, groups=groups, normalize=normalize)
     y, state = run_op(rule, inputs, normalize=normalize, backend="loop")
     expected_y, expected_state = paper(rule, inputs, normalize)
@@ -100,7 +100,7 @@ def test_loop_is_the_paper(rule: str, normalize: bool, groups: int) -> None:
 @pytest.mark.parametrize("kind", FLAGS)
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("state", [True, False], ids=["state", "empty"])
-def test_chunked_is_loop(rule: str, normalize: bool, T: int, kind: str, groups: int, state: bool) -> None:
+def test_chunked_matches_loop(rule: str, normalize: bool, T: int, kind: str, groups: int, state: bool) -> None:
     inputs = op_inputs(rule, T=T, dtype=torch.float64, groups=groups, normalize=normalize, state=state, seed=T)
     options = {"normalize": normalize, **op_flags(kind, 2, T, seed=T)}
     expected = run_with_gradients(rule, inputs, backend="loop", **options)
@@ -112,7 +112,7 @@ def test_chunked_is_loop(rule: str, normalize: bool, T: int, kind: str, groups: 
 
 @every_case
 @pytest.mark.parametrize("bias", [-6.0, -4.0, 0.0, 2.0, 6.0])
-def test_gradients_in_float32(rule: str, normalize: bool, bias: float) -> None:
+def test_chunked_gradients_in_float32_match_float64(rule: str, normalize: bool, bias: float) -> None:
     inputs = op_inputs(
         rule, T=150, d=24, m=12, dtype=torch.float64, low=bias - 1, high=bias + 1, normalize=normalize, seed=3
     )
@@ -121,7 +121,7 @@ def test_gradients_in_float32(rule: str, normalize: bool, bias: float) -> None:
     assert_all_close(found, expected, 1e-4)
 
 
-def test_gradients_of_closed_decay_gates_are_not_noise() -> None:
+def test_gradients_of_closed_decay_gates_are_accurate() -> None:
     """At the floor of the gates almost everything cancels; the sums are arranged so that it cancels exactly."""
     inputs = op_inputs("decay", T=150, d=24, m=12, dtype=torch.float64, low=-10, high=-9, seed=3)
     expected = run_with_gradients("decay", inputs, backend="loop")
@@ -129,7 +129,7 @@ def test_gradients_of_closed_decay_gates_are_not_noise() -> None:
 
 
 @pytest.mark.parametrize("rule", ["add", "gated", "delta", "decay"])
-def test_a_second_derivative_is_refused(rule: str) -> None:
+def test_second_derivative_is_an_error(rule: str) -> None:
     """The chunked backward is written by hand and has no derivative of its own."""
     inputs = {name: x.requires_grad_() for name, x in op_inputs(rule, T=20).items() if name != "state"}
     y, _ = getattr(ops, rule)(**inputs, backend="chunked")
@@ -140,7 +140,7 @@ def test_a_second_derivative_is_refused(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", ["gated", "decay"])
 @every_backend
-def test_gates_have_a_floor(rule: str, backend: str) -> None:
+def test_gate_logits_below_floor_count_as_floor(rule: str, backend: str) -> None:
     """Below it a gate is the floor's, and has no gradient."""
     inputs = op_inputs(rule, T=40, low=MIN_GATE_LOGIT, high=MIN_GATE_LOGIT)
     below = {name: x - 40 if name.endswith("_logit") else x for name, x in inputs.items()}
@@ -152,7 +152,7 @@ def test_gates_have_a_floor(rule: str, backend: str) -> None:
 
 @every_backend
 @pytest.mark.parametrize("rule", [rule for rule, normalize in CASES if normalize])
-def test_vanishing_divisor(rule: str, backend: str) -> None:
+def test_zero_features_give_zero_output_and_finite_gradients(rule: str, backend: str) -> None:
     """Features that are all zero put out zero, with finite gradients."""
     inputs = op_inputs(rule, T=20, normalize=True, state=False)
     inputs |= {"q": torch.zeros_like(inputs["q"]), "k": torch.zeros_like(inputs["k"])}
@@ -168,7 +168,7 @@ def test_vanishing_divisor(rule: str, backend: str) -> None:
 @every_case
 @every_backend
 @pytest.mark.parametrize("T", [1, 20, 100])
-def test_padding_leaves_the_state_alone(rule: str, normalize: bool, backend: str, T: int) -> None:
+def test_padding_does_not_change_the_state(rule: str, normalize: bool, backend: str, T: int) -> None:
     inputs = op_inputs(rule, T=T, normalize=normalize)
     mask = torch.zeros(2, T, dtype=torch.bool)
     y, state = run_op(rule, inputs, normalize=normalize, mask=mask, backend=backend)
@@ -178,7 +178,7 @@ def test_padding_leaves_the_state_alone(rule: str, normalize: bool, backend: str
 
 @every_case
 @every_backend
-def test_padding_is_no_token(rule: str, normalize: bool, backend: str) -> None:
+def test_padded_sequence_matches_unpadded(rule: str, normalize: bool, backend: str) -> None:
     """Padding anywhere gives what the real tokens give by themselves."""
     T = 90
     inputs = op_inputs(rule, T=T, dtype=torch.float64, groups=2, normalize=normalize)
@@ -193,7 +193,7 @@ def test_padding_is_no_token(rule: str, normalize: bool, backend: str) -> None:
 
 @every_case
 @every_backend
-def test_what_padding_holds_does_not_matter(rule: str, normalize: bool, backend: str) -> None:
+def test_content_of_padding_has_no_effect(rule: str, normalize: bool, backend: str) -> None:
     T = 70
     inputs = op_inputs(rule, T=T, normalize=normalize)
     mask = op_flags("mask", 2, T)["mask"]
@@ -214,7 +214,9 @@ def test_what_padding_holds_does_not_matter(rule: str, normalize: bool, backend:
 @every_case
 @every_backend
 @pytest.mark.parametrize(("first", "second"), [(1, 1), (5, 30), (16, 16), (40, 70), (64, 3)])
-def test_documents_do_not_see_each_other(rule: str, normalize: bool, backend: str, first: int, second: int) -> None:
+def test_packed_documents_match_separate_ones(
+    rule: str, normalize: bool, backend: str, first: int, second: int
+) -> None:
     inputs = op_inputs(rule, T=first + second, dtype=torch.float64, normalize=normalize)
     reset = torch.zeros(2, first + second, dtype=torch.bool)
     reset[:, first] = True
@@ -228,7 +230,7 @@ def test_documents_do_not_see_each_other(rule: str, normalize: bool, backend: st
 
 
 @every_backend
-def test_first_token_has_nothing_to_forget(backend: str) -> None:
+def test_gates_of_first_token_get_no_gradient(backend: str) -> None:
     """The gates of a document's first token get no gradient at all, not even a rounding error's."""
     inputs, reset = op_inputs("decay", T=90), op_flags("reset", 2, 90)["reset"]
     results = run_with_gradients("decay", inputs, reset=reset, backend=backend)
@@ -240,7 +242,7 @@ def test_first_token_has_nothing_to_forget(backend: str) -> None:
 @every_case
 @pytest.mark.parametrize("split", [1, 15, 16, 17, 33, 64, 69])
 @pytest.mark.parametrize("kind", FLAGS)
-def test_split_anywhere(rule: str, normalize: bool, split: int, kind: str) -> None:
+def test_split_sequence_matches_whole(rule: str, normalize: bool, split: int, kind: str) -> None:
     T = 70
     inputs = op_inputs(rule, T=T, dtype=torch.float64, groups=3, normalize=normalize)
     flags = op_flags(kind, 2, T)
@@ -260,7 +262,9 @@ def test_split_anywhere(rule: str, normalize: bool, split: int, kind: str) -> No
 @every_case
 @every_backend
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_in_and_out(rule: str, normalize: bool, backend: str, dtype: torch.dtype) -> None:
+def test_low_precision_inputs_give_low_precision_outputs(
+    rule: str, normalize: bool, backend: str, dtype: torch.dtype
+) -> None:
     """y comes back in the input's dtype; everything between, and the state, is float32."""
     inputs = op_inputs(rule, T=70, dtype=dtype, normalize=normalize)
     y, state = run_op(rule, inputs, normalize=normalize, backend=backend)
@@ -272,7 +276,7 @@ def test_low_precision_in_and_out(rule: str, normalize: bool, backend: str, dtyp
 
 @every_case
 @pytest.mark.parametrize("backward_inside", [False, True], ids=["forward", "forward and backward"])
-def test_autocast_changes_nothing(rule: str, normalize: bool, backward_inside: bool) -> None:
+def test_autocast_has_no_effect(rule: str, normalize: bool, backward_inside: bool) -> None:
     inputs = op_inputs(rule, T=70, groups=2, normalize=normalize)
     leaves = [x.requires_grad_() for x in inputs.values()]
 
@@ -293,7 +297,7 @@ def test_float64_stays_float64(rule: str) -> None:
     assert y.dtype == state.dtype == torch.float64
 
 
-def test_auto_takes_the_loop_for_one_token_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_uses_loop_for_one_token_only(monkeypatch: pytest.MonkeyPatch) -> None:
     used = []
     for name, run in dict(ops.BACKENDS).items():
         monkeypatch.setitem(ops.BACKENDS, name, lambda *args, name=name, run=run: used.append(name) or run(*args))
@@ -315,25 +319,25 @@ def test_use_backend_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == ["chunked", "chunked"]
 
 
-def test_use_backend_ends_with_an_error_inside() -> None:
+def test_use_backend_ends_after_an_error() -> None:
     with pytest.raises(ValueError, match="k must be"), ops.use_backend("loop"):
         run_op("add", op_inputs("add") | {"k": torch.zeros(1)})
     assert not ops._override
 
 
-def test_unknown_backend() -> None:
+def test_unknown_backend_is_an_error() -> None:
     with pytest.raises(ValueError, match="'cuda' is not known; choose one of auto, loop, chunked"):
         run_op("add", op_inputs("add"), backend="cuda")
     with pytest.raises(ValueError, match="'cuda' is not known"), ops.use_backend("cuda"):
         pass
 
 
-def test_unknown_rule() -> None:
+def test_unknown_rule_is_an_error() -> None:
     with pytest.raises(ValueError, match="'softmax' is not known; choose one of add, gated, delta, decay"):
         ops.apply("softmax", *op_inputs("add", state=False).values(), ())
 
 
-def test_decay_has_no_normaliser() -> None:
+def test_normalized_decay_is_an_error() -> None:
     q, k, v, f_logit, z_logit = op_inputs("decay", state=False).values()
     with pytest.raises(ValueError, match="decay rule has no normaliser"):
         ops.apply("decay", q, k, v, (f_logit, z_logit), normalize=True)
@@ -341,26 +345,26 @@ def test_decay_has_no_normaliser() -> None:
 
 @every_rule
 @every_backend
-def test_no_tokens(rule: str, backend: str) -> None:
+def test_empty_sequence_is_an_error(rule: str, backend: str) -> None:
     with pytest.raises(ValueError, match=r"q must be \[B,T,H,m\] with T, H and m at least 1, found \[2, 0, 2, 5\]"):
         run_op(rule, op_inputs(rule, T=0), backend=backend)
 
 
 @every_backend
 @pytest.mark.parametrize("shape", [(2, 20, 0, 5), (2, 20, 2, 0)], ids=["no heads", "m 0"])
-def test_nothing_to_read_with(shape: tuple[int, ...], backend: str) -> None:
+def test_empty_queries_are_an_error(shape: tuple[int, ...], backend: str) -> None:
     with pytest.raises(ValueError, match=r"q must be \[B,T,H,m\] with T, H and m at least 1, found"):
         run_op("add", op_inputs("add") | {"q": torch.zeros(shape)}, backend=backend)
 
 
 @pytest.mark.parametrize("argument", ["q", "k", "v"])
-def test_whole_numbers_are_refused(argument: str) -> None:
+def test_integer_inputs_are_an_error(argument: str) -> None:
     inputs = op_inputs("decay")
     with pytest.raises(ValueError, match=f"decay: {argument} must be floating-point, found torch.int64"):
         run_op("decay", inputs | {argument: inputs[argument].long()})
 
 
-def test_a_gate_that_is_missing() -> None:
+def test_missing_gate_is_an_error() -> None:
     q, k, v, f_logit, _ = op_inputs("decay", state=False).values()
     with pytest.raises(ValueError, match=r"decay: z_logit must be \[2, 20, 2, 6\], found None"):
         ops.apply("decay", q, k, v, (f_logit, None))
@@ -370,7 +374,7 @@ def test_a_gate_that_is_missing() -> None:
     ("m", "dtype", "chosen"),
     [(5, torch.float32, "triton"), (5, torch.float64, "chunked"), (129, torch.float32, "chunked")],
 )
-def test_auto_on_a_gpu_leaves_to_torch_what_the_kernels_cannot(m: int, dtype: torch.dtype, chosen: str) -> None:
+def test_auto_on_gpu_falls_back_where_kernels_cannot_run(m: int, dtype: torch.dtype, chosen: str) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
@@ -402,7 +406,7 @@ WRONG_SHAPES = [
 
 
 @pytest.mark.parametrize(("rule", "argument", "shape"), WRONG_SHAPES)
-def test_wrong_shapes_name_the_argument(rule: str, argument: str, shape: tuple[int, ...]) -> None:
+def test_error_for_wrong_shape_names_the_argument(rule: str, argument: str, shape: tuple[int, ...]) -> None:
     wrong = {argument: torch.zeros(shape, dtype=torch.bool if argument in ("mask", "reset") else torch.float32)}
     with pytest.raises(ValueError, match=rf"\b{argument} must be .*found.*{list(shape)}".replace("[", r"\[")):
         run_op(rule, op_inputs(rule) | wrong)
@@ -414,6 +418,6 @@ def test_normalized_state_has_one_more_row() -> None:
 
 
 @pytest.mark.parametrize("argument", ["mask", "reset"])
-def test_flags_are_bool(argument: str) -> None:
+def test_mask_and_reset_must_be_bool(argument: str) -> None:
     with pytest.raises(ValueError, match=rf"{argument} must be a bool tensor, found torch.int64"):
         run_op("add", op_inputs("add"), **{argument: torch.ones(2, 20, dtype=torch.long)})

@@ -48,7 +48,7 @@ def check(rule: str, inputs: dict[str, Tensor]) -> None:
 @every_rule
 @repeatable
 @given(shape=shapes, seed=seeds)
-def test_any_shape(rule: str, shape: dict[str, int], seed: int) -> None:
+def test_chunked_matches_loop_for_any_shape(rule: str, shape: dict[str, int], seed: int) -> None:
     check(rule, op_inputs(rule, B=1, **shape, dtype=torch.float64, seed=seed))
 
 
@@ -66,20 +66,24 @@ def mixed_gates(inputs: dict[str, Tensor], share: float, seed: int) -> dict[str,
 @gated_rule
 @repeatable
 @given(shape=small_shapes, share=st.sampled_from([0.0, 0.05, 0.5, 0.95, 1.0]), seed=seeds)
-def test_gates_shut_or_open(rule: str, shape: dict[str, int], share: float, seed: int) -> None:
+def test_chunked_matches_loop_with_closed_and_open_gates(
+    rule: str, shape: dict[str, int], share: float, seed: int
+) -> None:
     check(rule, mixed_gates(op_inputs(rule, **shape, dtype=torch.float64, seed=seed), share, seed))
 
 
 @gated_rule
 @repeatable
 @given(shape=small_shapes, ends=st.tuples(*[st.floats(MIN_GATE_LOGIT, HIGH_GATE_LOGIT)] * 2), seed=seeds)
-def test_gates_of_any_range(rule: str, shape: dict[str, int], ends: tuple[float, float], seed: int) -> None:
+def test_chunked_matches_loop_for_any_range_of_gates(
+    rule: str, shape: dict[str, int], ends: tuple[float, float], seed: int
+) -> None:
     check(rule, op_inputs(rule, **shape, dtype=torch.float64, low=min(ends), high=max(ends), seed=seed))
 
 
 @gated_rule
 @pytest.mark.parametrize("logit", [MIN_GATE_LOGIT, HIGH_GATE_LOGIT])
-def test_long_text_with_every_gate_at_an_end(rule: str, logit: float) -> None:
+def test_long_sequence_with_all_gates_at_a_limit(rule: str, logit: float) -> None:
     inputs = op_inputs(rule, B=1, T=700, d=16, m=8, dtype=torch.float64, low=logit, high=logit)
     check(rule, inputs)
 
@@ -87,7 +91,7 @@ def test_long_text_with_every_gate_at_an_end(rule: str, logit: float) -> None:
 @every_rule
 @repeatable
 @given(T=st.integers(2, 130), seed=seeds, data=st.data())
-def test_split_anywhere(rule: str, T: int, seed: int, data: st.DataObject) -> None:
+def test_sequence_split_anywhere_matches_whole(rule: str, T: int, seed: int, data: st.DataObject) -> None:
     split = data.draw(st.integers(1, T - 1))
     inputs = op_inputs(rule, T=T, dtype=torch.float64, seed=seed)
     y, state = run_op(rule, inputs)
@@ -114,7 +118,7 @@ map_shapes = st.fixed_dictionaries({"heads": st.integers(1, 3), "m": st.integers
 @every_map
 @repeatable
 @given(shape=map_shapes, d=st.integers(1, 16), groups=st.integers(1, 3), scale=st.floats(0.01, 4), seed=seeds)
-def test_maps_make_m_finite_features(
+def test_feature_maps_return_m_finite_features(
     name: str, shape: dict[str, int], d: int, groups: int, scale: float, seed: int
 ) -> None:
     """m features for queries and keys alike; none below zero where the map is positive."""
@@ -127,7 +131,7 @@ def test_maps_make_m_finite_features(
 
 
 @every_map
-def test_queries_of_a_group_share_their_states_map(name: str) -> None:
+def test_queries_of_a_group_share_the_map_of_their_state(name: str) -> None:
     """Query heads h*G to h*G+G-1 go through the map of state h, as its keys do."""
     heads, groups, m, d = 2, 3, 8, 5
     feature_map = drawn_map(name, heads, m, d)

@@ -1,4 +1,4 @@
-"""The table of model families. To add one: a file with `shape` and `weights`, and a line here (CONTRIBUTING.md)."""
+"""The table of model families. To add one, write a file with `shape` and `weights`, and enter it here."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ class UnknownFamilyError(FastWeightsError):
 
 
 def family_of(model: Any) -> Family:
-    """The family of a causal language model: a converted one says it, a pretrained one's class tells."""
+    """The family of a causal language model, converted or pretrained.
+
+    Raises:
+        UnknownFamilyError: if no family has this model's class.
+    """
     if isinstance(getattr(model, "family", None), Family):
         return model.family
     for family in FAMILIES.values():
@@ -41,8 +45,7 @@ def family_of(model: Any) -> Family:
             )
     known = ", ".join(f"{family.name} ({family.model_class})" for family in FAMILIES.values())
     raise UnknownFamilyError(
-        f"cannot convert a {type(model).__name__}: the families known are {known}. "
-        "To add one, write a file in fastweights/modeling/families and enter it in its table: see CONTRIBUTING.md"
+        f"cannot convert a {type(model).__name__}: supported families are {known}. To add one, see CONTRIBUTING.md"
     )
 
 

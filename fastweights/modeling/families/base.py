@@ -1,4 +1,4 @@
-"""What a model family must tell: where its attention is, what it looks like, and how its weights are laid out.
+"""What a model family defines: where its attention is, its sizes, and how its weights are stored.
 
 Shapes: q_weight [H,d,D], k_weight and v_weight [Hkv,d,D], their biases without D, o_weight [D,H*d], norm weights [d]
 """
@@ -16,6 +16,8 @@ from fastweights.modeling.layer import AttentionShape
 
 @dataclass(frozen=True)
 class AttentionWeights:
+    """Weights of a pretrained attention layer, in one layout for all families. None: the layer has no such tensor."""
+
     q_weight: Tensor
     k_weight: Tensor
     v_weight: Tensor
@@ -29,11 +31,21 @@ class AttentionWeights:
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What a block does besides attention, and what stands before and after the blocks, for decoding that does not go
-    through the model's modules. The first paths start at a block, those after `embedding` at the model.
-    `up` names one projection, or a gate and the projection it multiplies. `holds` is False for a configuration that
-    is built otherwise."""
+class ModulePaths:
+    """Where a model's other modules are, for decoding that does not call the model's own forward.
+
+    Attributes:
+        norm, mlp_norm: norms before attention and before the MLP, as paths from a block (so are all up to `down`).
+        up: the MLP's first projection, or a gate and the projection that it multiplies.
+        down: the MLP's second projection.
+        embedding, final_norm: paths from the model.
+        attention_out_norm, mlp_out_norm: norms after attention and after the MLP, if the family has them; from a block.
+        positions: learned position embeddings, from the model.
+        rotary: the module that computes RoPE's cos and sin, from the model.
+        activation: config field with the name of the activation.
+        scales_embedding: whether embeddings are multiplied by the square root of the width.
+        supports: False for a configuration in which the blocks are built differently.
+    """
 
     norm: str
     mlp_norm: str
@@ -47,16 +59,25 @@ class Parts:
     rotary: str | None = None
     activation: str = "hidden_act"
     scales_embedding: bool = False
-    holds: Callable[[Any], bool] = lambda config: True
+    supports: Callable[[Any], bool] = lambda config: True
 
 
 @dataclass(frozen=True)
 class Family:
-    """`layers` is the path of the list of blocks in the model, `attention` the name of attention in a block.
-    `learned_positions` names the config field with the length of a learned position table, if there is one.
-    `masks_documents`: the family's own attention sees packed documents in position_ids.
-    `parts` is for the decode engine; without it that goes through the model's own forward.
-    `decoder_class` names the class that runs the layers, where that is not the backbone (`AutoModel`) itself."""
+    """A model family.
+
+    Attributes:
+        name: `model_type` of the pretrained model.
+        model_class: its class in transformers.
+        layers: path of the list of blocks in the model.
+        attention: name of attention in a block.
+        shape: (attention module, model config) -> AttentionShape.
+        weights: (attention module, its shape) -> AttentionWeights.
+        module_paths: for the decode engine. None: it uses the model's own forward.
+        learned_positions: config field with the length of a learned position table. None: there is no table.
+        masks_documents: whether the family's own attention separates packed documents by position_ids.
+        decoder_class: the class that runs the layers. None: it is the backbone (`AutoModel`) itself.
+    """
 
     name: str
     model_class: str
@@ -64,7 +85,7 @@ class Family:
     attention: str
     shape: Callable[[Any, Any], AttentionShape]
     weights: Callable[[Any, AttentionShape], AttentionWeights]
-    parts: Parts | None = None
+    module_paths: ModulePaths | None = None
     learned_positions: str | None = None
     masks_documents: bool = True
     decoder_class: str | None = None
@@ -77,15 +98,16 @@ class Family:
         return list(model.get_submodule(".".join(path)).children())
 
     def attention_of(self, block: nn.Module) -> nn.Module:
+        """The attention module of a block."""
         return getattr(block, self.attention)
 
 
-def by_head(linear: Any, heads: int) -> tuple[Tensor, Tensor | None]:
+def split_heads(linear: Any, heads: int) -> tuple[Tensor, Tensor | None]:
     """A Linear's weight [heads*d,D] and bias as [heads,d,D] and [heads,d]."""
     weight, bias = linear.weight.detach(), linear.bias
     return weight.unflatten(0, (heads, -1)), None if bias is None else bias.detach().unflatten(0, (heads, -1))
 
 
-def stored_less_one(norm: Any) -> bool:
-    """Gemma's norms multiply by 1 + weight."""
+def adds_one_to_weight(norm: Any) -> bool:
+    """Whether a norm multiplies by 1 + weight, as Gemma's do."""
     return type(norm).__name__.startswith("Gemma")

@@ -1,12 +1,13 @@
-"""GPT-2: one Conv1D (stored [in, out]) makes q, k and v."""
+"""GPT-2: one Conv1D, stored as [in, out], computes q, k and v."""
 
 from typing import Any
 
-from fastweights.modeling.families.base import AttentionWeights, Family, Parts
+from fastweights.modeling.families.base import AttentionWeights, Family, ModulePaths
 from fastweights.modeling.layer import AttentionShape
 
 
 def shape(attention: Any, config: Any) -> AttentionShape:
+    """Sizes of an attention module."""
     return AttentionShape(
         width=config.hidden_size,
         heads=attention.num_heads,
@@ -20,6 +21,7 @@ def shape(attention: Any, config: Any) -> AttentionShape:
 
 
 def weights(attention: Any, shape: AttentionShape) -> AttentionWeights:
+    """Weights of an attention module."""
     packed, bias = attention.c_attn.weight.detach().T, attention.c_attn.bias.detach()
     q, k, v = packed.view(3, shape.heads, shape.head_dim, shape.width)
     q_bias, k_bias, v_bias = bias.view(3, shape.heads, shape.head_dim)
@@ -27,7 +29,7 @@ def weights(attention: Any, shape: AttentionShape) -> AttentionWeights:
     return AttentionWeights(q, k, v, out.weight.detach().T, q_bias, k_bias, v_bias, out.bias.detach())
 
 
-PARTS = Parts(
+MODULE_PATHS = ModulePaths(
     norm="ln_1",
     mlp_norm="ln_2",
     up=("mlp.c_fc",),
@@ -36,7 +38,7 @@ PARTS = Parts(
     final_norm="transformer.ln_f",
     positions="transformer.wpe",
     activation="activation_function",
-    holds=lambda config: not config.add_cross_attention,
+    supports=lambda config: not config.add_cross_attention,
 )
 GPT2 = Family(
     "gpt2",
@@ -45,6 +47,6 @@ GPT2 = Family(
     "attn",
     shape,
     weights,
-    PARTS,
+    MODULE_PATHS,
     learned_positions="max_position_embeddings",
 )

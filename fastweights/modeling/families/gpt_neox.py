@@ -1,12 +1,13 @@
-"""GPT-NeoX and Pythia: one Linear makes q, k and v, interleaved by head; only part of a head is rotated."""
+"""GPT-NeoX and Pythia: one Linear computes q, k and v, interleaved by head; RoPE rotates only part of a head."""
 
 from typing import Any
 
-from fastweights.modeling.families.base import AttentionWeights, Family, Parts, by_head
+from fastweights.modeling.families.base import AttentionWeights, Family, ModulePaths, split_heads
 from fastweights.modeling.layer import AttentionShape
 
 
 def shape(attention: Any, config: Any) -> AttentionShape:
+    """Sizes of an attention module."""
     return AttentionShape(
         width=config.hidden_size,
         heads=config.num_attention_heads,
@@ -20,7 +21,8 @@ def shape(attention: Any, config: Any) -> AttentionShape:
 
 
 def weights(attention: Any, shape: AttentionShape) -> AttentionWeights:
-    packed, packed_bias = by_head(attention.query_key_value, shape.heads)
+    """Weights of an attention module."""
+    packed, packed_bias = split_heads(attention.query_key_value, shape.heads)
     q, k, v = packed.chunk(3, dim=1)
     q_bias, k_bias, v_bias = (None,) * 3 if packed_bias is None else packed_bias.chunk(3, dim=1)
     out = attention.dense
@@ -28,7 +30,7 @@ def weights(attention: Any, shape: AttentionShape) -> AttentionWeights:
     return AttentionWeights(q, k, v, out.weight.detach(), q_bias, k_bias, v_bias, o_bias)
 
 
-PARTS = Parts(
+MODULE_PATHS = ModulePaths(
     norm="input_layernorm",
     mlp_norm="post_attention_layernorm",
     up=("mlp.dense_h_to_4h",),
@@ -37,4 +39,4 @@ PARTS = Parts(
     final_norm="gpt_neox.final_layer_norm",
     rotary="gpt_neox.rotary_emb",
 )
-GPT_NEOX = Family("gpt_neox", "GPTNeoXForCausalLM", "gpt_neox.layers", "attention", shape, weights, PARTS)
+GPT_NEOX = Family("gpt_neox", "GPTNeoXForCausalLM", "gpt_neox.layers", "attention", shape, weights, MODULE_PATHS)

@@ -1,5 +1,7 @@
-"""Llama and those built like it: q_proj, k_proj, v_proj, o_proj, rotary positions, grouped key-value heads.
-Qwen 3 and Gemma 3 norm queries and keys; Gemma's norm weights are stored less 1; Gemma 2 caps the logits."""
+"""Llama and families built like it: q_proj, k_proj, v_proj, o_proj, RoPE, grouped key-value heads.
+
+Qwen 3 and Gemma 3 norm queries and keys. Gemma's norms multiply by 1 + weight. Gemma 2 caps the logits.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
-from fastweights.modeling.families.base import AttentionWeights, Family, Parts, by_head, stored_less_one
+from fastweights.modeling.families.base import AttentionWeights, Family, ModulePaths, adds_one_to_weight, split_heads
 from fastweights.modeling.layer import AttentionShape
 
 
 def shape(attention: Any, config: Any) -> AttentionShape:
+    """Sizes of an attention module."""
     q_norm = getattr(attention, "q_norm", None)
     eps = None if q_norm is None else getattr(q_norm, "variance_epsilon", None) or q_norm.eps
     return AttentionShape(
@@ -31,15 +34,16 @@ def shape(attention: Any, config: Any) -> AttentionShape:
 
 
 def _sliding_window(attention: Any, config: Any) -> int | None:
-    """Mistral's config has one for all layers; Qwen and Gemma say it of each layer."""
+    """The layer's sliding window: Mistral's config has one for all layers, Qwen's and Gemma's attention its own."""
     whole_model = config.sliding_window if config.model_type.endswith("mistral") else None
     return getattr(attention, "sliding_window", whole_model)
 
 
 def weights(attention: Any, shape: AttentionShape) -> AttentionWeights:
-    q, q_bias = by_head(attention.q_proj, shape.heads)
-    k, k_bias = by_head(attention.k_proj, shape.kv_heads)
-    v, v_bias = by_head(attention.v_proj, shape.kv_heads)
+    """Weights of an attention module."""
+    q, q_bias = split_heads(attention.q_proj, shape.heads)
+    k, k_bias = split_heads(attention.k_proj, shape.kv_heads)
+    v, v_bias = split_heads(attention.v_proj, shape.kv_heads)
     out = attention.o_proj
     return AttentionWeights(
         q,
@@ -58,10 +62,10 @@ def weights(attention: Any, shape: AttentionShape) -> AttentionWeights:
 def _norm_weight(norm: Any) -> Tensor | None:
     if norm is None:
         return None
-    return norm.weight.detach() + 1 if stored_less_one(norm) else norm.weight.detach()
+    return norm.weight.detach() + 1 if adds_one_to_weight(norm) else norm.weight.detach()
 
 
-PARTS = Parts(
+MODULE_PATHS = ModulePaths(
     norm="input_layernorm",
     mlp_norm="post_attention_layernorm",
     up=("mlp.gate_proj", "mlp.up_proj"),
@@ -70,8 +74,8 @@ PARTS = Parts(
     final_norm="model.norm",
     rotary="model.rotary_emb",
 )
-GEMMA_PARTS = replace(
-    PARTS,
+GEMMA_MODULE_PATHS = replace(
+    MODULE_PATHS,
     mlp_norm="pre_feedforward_layernorm",
     attention_out_norm="post_attention_layernorm",
     mlp_out_norm="post_feedforward_layernorm",
@@ -80,13 +84,13 @@ GEMMA_PARTS = replace(
 )
 
 
-def _like_llama(name: str, model_class: str, parts: Parts = PARTS) -> Family:
-    return Family(name, model_class, "model.layers", "self_attn", shape, weights, parts)
+def _like_llama(name: str, model_class: str, module_paths: ModulePaths = MODULE_PATHS) -> Family:
+    return Family(name, model_class, "model.layers", "self_attn", shape, weights, module_paths)
 
 
 LLAMA = _like_llama("llama", "LlamaForCausalLM")
 MISTRAL = _like_llama("mistral", "MistralForCausalLM")
 QWEN2 = _like_llama("qwen2", "Qwen2ForCausalLM")
 QWEN3 = _like_llama("qwen3", "Qwen3ForCausalLM")
-GEMMA2 = _like_llama("gemma2", "Gemma2ForCausalLM", GEMMA_PARTS)
-GEMMA3 = _like_llama("gemma3_text", "Gemma3ForCausalLM", GEMMA_PARTS)
+GEMMA2 = _like_llama("gemma2", "Gemma2ForCausalLM", GEMMA_MODULE_PATHS)
+GEMMA3 = _like_llama("gemma3_text", "Gemma3ForCausalLM", GEMMA_MODULE_PATHS)

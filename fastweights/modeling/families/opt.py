@@ -2,11 +2,12 @@
 
 from typing import Any
 
-from fastweights.modeling.families.base import AttentionWeights, Family, Parts, by_head
+from fastweights.modeling.families.base import AttentionWeights, Family, ModulePaths, split_heads
 from fastweights.modeling.layer import AttentionShape
 
 
 def shape(attention: Any, config: Any) -> AttentionShape:
+    """Sizes of an attention module."""
     return AttentionShape(
         width=config.hidden_size,
         heads=attention.num_heads,
@@ -19,8 +20,9 @@ def shape(attention: Any, config: Any) -> AttentionShape:
 
 
 def weights(attention: Any, shape: AttentionShape) -> AttentionWeights:
+    """Weights of an attention module."""
     (q, q_bias), (k, k_bias), (v, v_bias) = (
-        by_head(linear, shape.heads) for linear in (attention.q_proj, attention.k_proj, attention.v_proj)
+        split_heads(linear, shape.heads) for linear in (attention.q_proj, attention.k_proj, attention.v_proj)
     )
     out = attention.out_proj
     o_bias = None if out.bias is None else out.bias.detach()
@@ -28,12 +30,12 @@ def weights(attention: Any, shape: AttentionShape) -> AttentionWeights:
 
 
 def _norms_first(config: Any) -> bool:
-    """Not so in OPT-350M, which also has narrower embeddings."""
+    """False for OPT-350M, which norms after attention and has narrower embeddings."""
     same_width = config.word_embed_proj_dim == config.hidden_size
     return config.do_layer_norm_before and not config._remove_final_layer_norm and same_width
 
 
-PARTS = Parts(
+MODULE_PATHS = ModulePaths(
     norm="self_attn_layer_norm",
     mlp_norm="final_layer_norm",
     up=("fc1",),
@@ -42,7 +44,7 @@ PARTS = Parts(
     final_norm="model.decoder.final_layer_norm",
     positions="model.decoder.embed_positions",
     activation="activation_function",
-    holds=_norms_first,
+    supports=_norms_first,
 )
 OPT = Family(
     "opt",
@@ -51,7 +53,7 @@ OPT = Family(
     "self_attn",
     shape,
     weights,
-    PARTS,
+    MODULE_PATHS,
     learned_positions="max_position_embeddings",
     masks_documents=False,
     decoder_class="OPTDecoder",

@@ -1,5 +1,8 @@
-"""The rules as Triton kernels: same arguments and results as rules.loop, plain autograd in eager mode, and custom
-operators with known shapes under torch.compile, which cannot look inside."""
+"""The rules as Triton kernels, with the arguments and results of rules.loop.
+
+In eager mode they are an autograd function; under torch.compile, which cannot look inside, custom operators with known
+shapes.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fastweights.ops.triton import launch
-from fastweights.ops.triton.parts import PAD, RESET
+from fastweights.ops.triton.primitives import PAD, RESET
 from fastweights.rules import Rule
 
 
-def kernels(
+def run_kernels(
     rule: Rule,
     q: Tensor,
     k: Tensor,
@@ -24,9 +27,12 @@ def kernels(
     mask: Tensor | None = None,
     reset: Tensor | None = None,
     *,
-    wide: bool = False,
+    float32_output: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`wide`: y in float32, whatever the inputs are."""
+    """Run a rule over whole sequences; float32_output returns y in float32, whatever the dtype of the inputs.
+
+    Where several query heads share a state, keys, values, gates and states are repeated for each of them.
+    """
     groups = q.shape[2] // k.shape[2]
     if groups > 1:
         k, v, *repeated = (x.repeat_interleave(groups, dim=2) for x in (k, v, *gate_logits))
@@ -41,40 +47,42 @@ def kernels(
         flags += 0 if mask is None else (~mask).to(torch.int8) * PAD.value
         flags += 0 if reset is None else reset.to(torch.int8) * RESET.value
     inputs = [q, k, v, *gates] + ([] if state is None else [state])
-    keep = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    save_states = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     if torch.compiler.is_compiling():
-        y, end, *_ = rule_op(rule.name, q, k, v, gates, flags, state, keep, wide)
-    elif keep:
-        y, end = _Eager.apply(rule.name, wide, flags, state, q, k, v, *gates)
+        y, end, *_ = rule_op(rule.name, q, k, v, gates, flags, state, save_states, float32_output)
+    elif save_states:
+        y, end = _EagerFunction.apply(rule.name, float32_output, flags, state, q, k, v, *gates)
     else:
-        y, end, *_ = launch.forward(_plan(rule.name, q, k, v, flags), q, k, v, gates, flags, state, False, wide)
+        y, end, *_ = launch.forward(
+            _plan(rule.name, q, k, v, flags), q, k, v, gates, flags, state, False, float32_output
+        )
     return y, end[:, ::groups]
 
 
 def _plan(name: str, q: Tensor, k: Tensor, v: Tensor, flags: Tensor | None) -> launch.Plan:
-    return launch.plan_for(launch.shape_of(name, q, k, v, flags))
+    return launch.plan_for(launch.problem_shape(name, q, k, v, flags))
 
 
-def _saved(ctx: Any) -> tuple[Any, ...]:
-    """q, k, v, gates, flags, and what the forward pass kept, as both ways save them."""
+def _unpack_saved(ctx: Any) -> tuple[Any, ...]:
+    """q, k, v, gates, flags and the tensors of the forward pass, from what both kinds of autograd saved."""
     q, k, v, *rest = ctx.saved_tensors
     return q, k, v, list(rest[: ctx.gates]), rest[ctx.gates], list(rest[ctx.gates + 1 :])
 
 
-class _Eager(torch.autograd.Function):
-    """What rule_op is under torch.compile. A custom operator takes longer to call than small kernels take to run."""
+class _EagerFunction(torch.autograd.Function):
+    """The eager counterpart of rule_op: calling a custom operator takes longer than small kernels run."""
 
     @staticmethod
-    def forward(ctx, name, wide, flags, state, q, k, v, *gates):
+    def forward(ctx, name, float32_output, flags, state, q, k, v, *gates):
         ctx.plan, ctx.has_state, ctx.gates = _plan(name, q, k, v, flags), state is not None, len(gates)
-        y, end, *saved = launch.forward(ctx.plan, q, k, v, list(gates), flags, state, True, wide)
+        y, end, *saved = launch.forward(ctx.plan, q, k, v, list(gates), flags, state, True, float32_output)
         ctx.save_for_backward(q, k, v, *gates, flags, *saved)
         return y, end
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, dend):
-        given = (*_saved(ctx), dy.contiguous(), dend.contiguous())
+        given = (*_unpack_saved(ctx), dy.contiguous(), dend.contiguous())
         dq, dk, dv, dstart, *dgates = launch.backward(ctx.plan, *given)
         return None, None, None, dstart if ctx.has_state else None, dq, dk, dv, *dgates
 
@@ -88,20 +96,20 @@ def rule_op(
     gates: list[Tensor],
     flags: Tensor | None,
     state: Tensor | None,
-    keep: bool,
-    wide: bool,
+    save_states: bool,
+    float32_output: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return launch.forward(_plan(name, q, k, v, flags), q, k, v, gates, flags, state, keep, wide)  # type: ignore[return-value]
+    return launch.forward(_plan(name, q, k, v, flags), q, k, v, gates, flags, state, save_states, float32_output)  # type: ignore[return-value]
 
 
 @rule_op.register_fake
-def _(name, q, k, v, gates, flags, state, keep, wide):
-    plan = launch.Plan(launch.shape_of(name, q, k, v, flags))  # sizes may be symbols, which no cache can look up
+def _(name, q, k, v, gates, flags, state, save_states, float32_output):
+    plan = launch.Plan(launch.problem_shape(name, q, k, v, flags))  # sizes may be symbols, which no cache can look up
     shape = plan.shape
     end = v.new_empty(shape.batch, shape.heads, shape.d, shape.m, dtype=torch.float32)
     dtypes = (plan.state_dtype, torch.float32, torch.float32)
-    saved = [v.new_empty(size, dtype=dtype) for size, dtype in zip(plan.saved_shapes(keep), dtypes, strict=True)]
-    return v.new_empty(v.shape, dtype=torch.float32 if wide else v.dtype), end, *saved
+    saved = [v.new_empty(size, dtype=dtype) for size, dtype in zip(plan.saved_shapes(save_states), dtypes, strict=True)]
+    return v.new_empty(v.shape, dtype=torch.float32 if float32_output else v.dtype), end, *saved
 
 
 @torch.library.custom_op("fastweights::rule_backward", mutates_args=())
@@ -131,7 +139,7 @@ def _setup(ctx, inputs, output):
 
 
 def _backward(ctx, dy, dend, *_):
-    dq, dk, dv, dstart, *dgates = rule_backward_op(ctx.name, *_saved(ctx), dy.contiguous(), dend.contiguous())
+    dq, dk, dv, dstart, *dgates = rule_backward_op(ctx.name, *_unpack_saved(ctx), dy.contiguous(), dend.contiguous())
     return None, dq, dk, dv, dgates, None, dstart if ctx.has_state else None, None, None
 
 

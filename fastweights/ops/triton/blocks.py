@@ -1,5 +1,7 @@
-"""The recorded choice of block sizes: a user's first call searches nothing. benchmarks/search_blocks.py is the search;
-of what is recorded it found tiled/16 up to 64, and the rest is by hand."""
+"""Recorded launch settings of the training kernels, so that a first call only compiles and never searches.
+
+benchmarks/search_blocks.py is the search. It found the records of tiled/16 up to m = 64; the others were set by hand.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +11,18 @@ from typing import NamedTuple
 
 import torch
 
-# Running products of 16 tokens stay within e^80 even at the gates' floor, sigmoid(-10).
+# Tokens per tile. Cumulative products of 16 gates at the floor, sigmoid(-10), stay within e^80 (primitives.py); those
+# of 32 would overflow float32. Kernels that never divide by a gate use SEGMENT_TILE.
 TILE = 16
 SEGMENT_TILE = 32
 SCAN_BLOCK = 512
-# Wider states are cut into slices of this many rows, one program each. Of the largest ones half as many: in float32
-# these would be compiled for a quarter of a minute.
+# Wider states are cut into slices of this many rows, one program each. The largest float32 states use half as many:
+# their kernels would otherwise take a quarter of a minute to compile.
 WIDEST_SLICE = 64
 
 
-class Launch(NamedTuple):
-    """A kernel's warps, the depth of its pipeline, and the most registers of a thread (0: as many as it likes)."""
+class LaunchConfig(NamedTuple):
+    """Warps of a kernel, the depth of its software pipeline, and the most registers of a thread (0: no limit)."""
 
     warps: int
     stages: int
@@ -32,29 +35,31 @@ class Launch(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Padded widths (of d: a slice's), and how each kernel is launched."""
+    """Padded state width, rows of a slice, and the launch settings of each kernel."""
 
     bm: int
     bd: int
-    forward: Launch
-    backward: Launch
-    segments: Launch
+    forward: LaunchConfig
+    backward: LaunchConfig
+    segments: LaunchConfig
 
 
 RECORD: dict[str, dict[str, list[int]]] = json.loads(Path(__file__).with_suffix(".json").read_text())
 
 
 def key(family: str, bits: str, bm: int) -> str:
+    """The key of a record: "tiled" or "delta", bits of the operands, and the padded m."""
     return f"{family}/{bits}/{bm}"
 
 
 def blocks_for(rule: str, m: int, d: int, dtype: torch.dtype) -> Blocks:
+    """The recorded settings for a rule, its state [d,m] and the dtype of its inputs."""
     bits, bm = "16" if dtype == torch.bfloat16 and rule != "delta" else "32", padded(m)
     bd = min(WIDEST_SLICE // (2 if bits == "32" and bm == 128 else 1), padded(d))
     choice = RECORD[key("delta" if rule == "delta" else "tiled", bits, bm)]
-    return Blocks(bm, bd, *(Launch(*choice[kernel]) for kernel in ("forward", "backward", "segments")))
+    return Blocks(bm, bd, *(LaunchConfig(*choice[kernel]) for kernel in ("forward", "backward", "segments")))
 
 
 def padded(n: int) -> int:
-    """A matrix unit's least width is 16, and blocks are powers of two."""
+    """n as a block size: a power of two, at least 16, the least width that tensor cores multiply."""
     return max(16, 1 << (n - 1).bit_length())

@@ -1,7 +1,7 @@
-"""Compiles all kernels of a first call at the same time, in threads: they would take about twice as long in turn.
+"""Compiles all kernels of a first call at the same time, in threads; one after another takes about twice as long.
 
-Triton's asynchronous mode looks kernels up and stores them in the caller's thread; others run the compilers alone, on
-nothing that they share. A kernel that another thread may find is thus whole.
+Triton's asynchronous mode looks up and stores kernels in the caller's thread. The other threads only run the compilers
+and share nothing, so a kernel that is found in the cache is always complete.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from typing import Any
 import torch
 import triton
 
-Launch = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]
-# Where launch.run leaves its kernel, grid, arguments and options instead of launching.
-collected: contextvars.ContextVar[list[Launch] | None] = contextvars.ContextVar("collected", default=None)
+KernelCall = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]
+# While this holds a list, launch.run appends its kernel, grid, arguments and options to it instead of launching.
+recording: contextvars.ContextVar[list[KernelCall] | None] = contextvars.ContextVar("recording", default=None)
 
 
-def launches_of(call: Callable[[], None]) -> list[Launch]:
-    """What `call` would launch; it launches nothing."""
-    launches: list[Launch] = []
-    before = collected.set(launches)
+def record_calls(call: Callable[[], None]) -> list[KernelCall]:
+    """The kernel calls that `call` would launch; none is launched."""
+    calls: list[KernelCall] = []
+    before = recording.set(calls)
     try:
         call()
     finally:
-        collected.reset(before)
-    return launches
+        recording.reset(before)
+    return calls
 
 
-def compile_together(launches: list[Launch], device: torch.device) -> None:
-    """A kernel that cannot be compiled is passed over: its launch says why."""
-    with ThreadPoolExecutor(max(1, len(launches))) as threads:
-        # Triton 3.6 stays in its mode if it is interrupted: of a copied context nobody sees that.
-        contextvars.copy_context().run(_compile_in, threads, launches, device)
+def compile_in_parallel(calls: list[KernelCall], device: torch.device) -> None:
+    """Compile the kernels of these calls. A kernel that fails is skipped: its launch raises the error again."""
+    with ThreadPoolExecutor(max(1, len(calls))) as threads:
+        # In a copied context: Triton 3.6 stays in asynchronous mode if it is interrupted.
+        contextvars.copy_context().run(_compile_with, threads, calls, device)
 
 
-def _compile_in(threads: ThreadPoolExecutor, launches: list[Launch], device: torch.device) -> None:
+def _compile_with(threads: ThreadPoolExecutor, calls: list[KernelCall], device: torch.device) -> None:
     locks: defaultdict[Any, Lock] = defaultdict(Lock)
 
     def compile_and_load(compile: Callable[[], Any]) -> Any:
@@ -52,6 +52,6 @@ def _compile_in(threads: ThreadPoolExecutor, launches: list[Launch], device: tor
 
     executor = SimpleNamespace(submit=lambda compile: threads.submit(compile_and_load, compile))
     with torch.cuda.device(device), triton.AsyncCompileMode(executor, ignore_errors=True):
-        # In the order of the launches: Triton hashes a kernel, for its files, with those that it hashed before.
-        for kernel, grid, args, options in launches:
+        # In the order of the calls: the hash of a kernel, which names its files, depends on the kernels hashed before.
+        for kernel, grid, args, options in calls:
             kernel.warmup(*args, grid=grid, **options)

@@ -1,9 +1,10 @@
-"""The Triton kernels of what a decoding step attends with: a rule's state, and a window.
+"""Triton kernels of one decoding step: the update of a rule's state, and attention to a window.
 
 Shapes: state [B,S,d,m], or [B,S,d+1,m] with a normaliser   q [B,G*S,m]   k [B,S,m]   v [B,S,d]   gates [B,S,.]
-        cos, sin [B,R]   planes [S,P]   scale [S,m]   y, far [B,G*S,d]   share [G*S]   keys, values [B,S,w,d]
+        cos, sin [B,R]   pairs [S,P]   scale [S,m]   keys, values [B,S,w,d]
+        y, rule_output [B,G*S,d]   window_share [G*S]
 
-OVERLAP: as in linear_kernels.py. Importing this module needs triton.
+OVERLAP: programmatic dependent launch, as in decode_linear.py. Importing this module needs triton.
 """
 
 from __future__ import annotations
@@ -11,45 +12,53 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fastweights.ops.triton.parts import FLOOR, narrowed, product, take_turn
+from fastweights.ops.triton.primitives import MIN_LOGIT, cast_rounded, matmul, wait_for_previous_kernel
 from fastweights.rules import normalizer
 
 SMALLEST_DIVISOR = tl.constexpr(normalizer.SMALLEST_DIVISOR)
 
 
 @triton.jit
-def _load_turned(x, i, m, first, cos, sin, PLANES: tl.constexpr):
-    """A head's numbers, the first 2 * PLANES of them turned by the angles of their planes."""
+def _load_rotated(x, i, m, first, cos, sin, ROTARY_PAIRS: tl.constexpr):
+    """Load a head's query or key, with RoPE applied to its first 2 * ROTARY_PAIRS elements.
+
+    Element i of the first half is paired with element i + ROTARY_PAIRS; `first` marks the first half.
+    """
     values = tl.load(x + i, i < m, 0.0).to(tl.float32)
-    if PLANES > 0:
-        turned = i < 2 * PLANES
-        partner = tl.load(x + tl.where(first, i + PLANES, i - PLANES), turned, 0.0).to(tl.float32)
+    if ROTARY_PAIRS > 0:
+        rotated = i < 2 * ROTARY_PAIRS
+        partner = tl.load(x + tl.where(first, i + ROTARY_PAIRS, i - ROTARY_PAIRS), rotated, 0.0).to(tl.float32)
         values = values * cos + tl.where(first, -partner, partner) * sin
     return values
 
 
 @triton.jit
-def _load_angles(cos, sin, planes, i, head, PLANES: tl.constexpr):
-    """What turns a head's numbers i by this step's angles; cos and sin are this row's."""
-    first = i < PLANES
+def _load_angles(cos, sin, pairs, i, head, ROTARY_PAIRS: tl.constexpr):
+    """Load cos and sin for each element i of a head, and the mask of the first half of the rotary pairs.
+
+    `pairs` says which of the model's rotary angles each pair of this head uses. Elements that are not rotated get cos 1
+    and sin 0. `cos` and `sin` point to this sequence's angles.
+    """
+    first = i < ROTARY_PAIRS
     c = tl.full([i.shape[0]], 1.0, tl.float32)
     s = tl.full([i.shape[0]], 0.0, tl.float32)
-    if PLANES > 0:
-        turned = i < 2 * PLANES
-        plane = tl.load(planes + head * PLANES + tl.where(first, i, i - PLANES), turned, 0)
-        c = tl.load(cos + plane, turned, 1.0)
-        s = tl.load(sin + plane, turned, 0.0)
+    if ROTARY_PAIRS > 0:
+        rotated = i < 2 * ROTARY_PAIRS
+        pair = tl.load(pairs + head * ROTARY_PAIRS + tl.where(first, i, i - ROTARY_PAIRS), rotated, 0)
+        c = tl.load(cos + pair, rotated, 1.0)
+        s = tl.load(sin + pair, rotated, 0.0)
     return first, c, s
 
 
 @triton.jit
-def _floored(logit):
-    return tl.maximum(logit.to(tl.float32), FLOOR, propagate_nan=tl.PropagateNan.ALL)
+def _clamp_logit(logit):
+    """The gate logit in float32, clamped at the floor of all rules; NaN stays NaN."""
+    return tl.maximum(logit.to(tl.float32), MIN_LOGIT, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _gate(logit):
-    return tl.sigmoid(_floored(logit))
+    return tl.sigmoid(_clamp_logit(logit))
 
 
 @triton.jit
@@ -62,7 +71,7 @@ def step_kernel(
     gate2,
     cos,
     sin,
-    planes,
+    pairs,
     scale,
     y,
     q_stride,
@@ -75,65 +84,73 @@ def step_kernel(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     M: tl.constexpr,
-    PLANES: tl.constexpr,
+    ROTARY_PAIRS: tl.constexpr,
     RULE: tl.constexpr,
     NORMALIZE: tl.constexpr,
-    SCALED: tl.constexpr,
+    HAS_KEY_SCALE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     SLICES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One token of one state: SLICES slices of BLOCK_D rows. The rows are independent, but for the normaliser in the
-    last one: with it a program must have all slices."""
+    """Update one state by one token, in place, and read it with the queries of its group.
+
+    Grid: (B*S, slices), or (B*S, 1) with a normaliser. A program handles SLICES slices of BLOCK_D state rows. Rows are
+    independent, except that all of them are divided by the normaliser in the last row: with it one program takes all
+    slices, since another program could read the normaliser before or after its update.
+
+    Memory: 2 * 4 * d * m bytes per state dominate; the state is read and written once. Gates, RoPE and the key scale
+    are applied on the way, so nothing else goes through memory.
+    """
     batch = tl.program_id(0) // STATES
     head = tl.program_id(0) % STATES
     i = tl.arange(0, BLOCK_M)
-    own = state + tl.program_id(0).to(tl.int64) * ((D + NORMALIZE) * M)
-    first, c, s = _load_angles(cos + batch * angle_stride, sin + batch * angle_stride, planes, i, head, PLANES)
-    factor = tl.full([BLOCK_M], 1.0, tl.float32)
-    if SCALED:
-        factor = tl.load(scale + head * M + i, i < M, 0.0).to(tl.float32)
+    state_base = state + tl.program_id(0).to(tl.int64) * ((D + NORMALIZE) * M)
+    first, c, s = _load_angles(cos + batch * angle_stride, sin + batch * angle_stride, pairs, i, head, ROTARY_PAIRS)
+    key_scale = tl.full([BLOCK_M], 1.0, tl.float32)
+    if HAS_KEY_SCALE:
+        key_scale = tl.load(scale + head * M + i, i < M, 0.0).to(tl.float32)
     for part in tl.static_range(SLICES):
         j = (tl.program_id(1) * SLICES + part) * BLOCK_D + tl.arange(0, BLOCK_D)
         at = j[:, None] * M + i[None, :]
         inside = (j < D)[:, None] & (i < M)[None, :]
-        held = tl.load(own + at, inside, 0.0)
+        # Before the wait: the previous kernel does not write the state, so this load overlaps with it.
+        rows = tl.load(state_base + at, inside, 0.0)
         if part == 0:
             if NORMALIZE:
-                norm = tl.load(own + D * M + i, i < M, 0.0)
-            take_turn(OVERLAP)
-            key = _load_turned(k + batch * k_stride + head * M, i, M, first, c, s, PLANES) * factor
+                norm = tl.load(state_base + D * M + i, i < M, 0.0)
+            wait_for_previous_kernel(OVERLAP)
+            key = _load_rotated(k + batch * k_stride + head * M, i, M, first, c, s, ROTARY_PAIRS) * key_scale
         value = tl.load(v + batch * v_stride + head * D + j, j < D, 0.0).to(tl.float32)
         if RULE == "decay":
             f = _gate(tl.load(gate + batch * gate_stride + head * M + i, i < M, 0.0))
             z = _gate(tl.load(gate2 + batch * gate2_stride + head * D + j, j < D, 0.0))
-            held = held * z[:, None] * f[None, :] + value[:, None] * key[None, :]
+            rows = rows * z[:, None] * f[None, :] + value[:, None] * key[None, :]
         elif RULE == "gated":
-            logit = _floored(tl.load(gate + batch * gate_stride + head))
-            held = tl.sigmoid(logit) * held + tl.sigmoid(-logit) * value[:, None] * key[None, :]
+            logit = _clamp_logit(tl.load(gate + batch * gate_stride + head))
+            rows = tl.sigmoid(logit) * rows + tl.sigmoid(-logit) * value[:, None] * key[None, :]
         elif RULE == "delta":
             g = tl.sigmoid(tl.load(gate + batch * gate_stride + head).to(tl.float32))
-            wrong = value - tl.sum(held * key[None, :], 1)
-            held += (g * wrong)[:, None] * key[None, :]
+            error = value - tl.sum(rows * key[None, :], 1)
+            rows += (g * error)[:, None] * key[None, :]
         else:
-            held += value[:, None] * key[None, :]
+            rows += value[:, None] * key[None, :]
         if NORMALIZE and part == 0:
             if RULE == "gated":
                 norm = tl.sigmoid(logit) * norm + tl.sigmoid(-logit) * key
             else:
                 norm += key
-            tl.store(own + D * M + i, norm, i < M)
+            tl.store(state_base + D * M + i, norm, i < M)
         for member in tl.static_range(GROUP):
-            reader = head * GROUP + member
-            query = _load_turned(q + batch * q_stride + reader * M, i, M, first, c, s, PLANES)
-            read = tl.sum(held * query[None, :], 1)
+            query_head = head * GROUP + member
+            query = _load_rotated(q + batch * q_stride + query_head * M, i, M, first, c, s, ROTARY_PAIRS)
+            output = tl.sum(rows * query[None, :], 1)
             if NORMALIZE:
                 divisor = tl.sum(norm * query, 0)
                 small = tl.where(divisor < 0, -SMALLEST_DIVISOR, SMALLEST_DIVISOR)
-                read = read / tl.where(tl.abs(divisor) < SMALLEST_DIVISOR, small, divisor)
-            tl.store(y + (batch * STATES * GROUP + reader) * D + j, read, j < D)
-        tl.store(own + at, held, inside)
+                output = output / tl.where(tl.abs(divisor) < SMALLEST_DIVISOR, small, divisor)
+            tl.store(y + (batch * STATES * GROUP + query_head) * D + j, output, j < D)
+        tl.store(state_base + at, rows, inside)
 
 
 @triton.jit
@@ -146,9 +163,9 @@ def window_kernel(
     v,
     cos,
     sin,
-    planes,
-    far,
-    share,
+    pairs,
+    rule_output,
+    window_share,
     y,
     q_stride,
     k_stride,
@@ -158,7 +175,7 @@ def window_kernel(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
-    PLANES: tl.constexpr,
+    ROTARY_PAIRS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     MIXED: tl.constexpr,
     OPERAND: tl.constexpr,
@@ -168,8 +185,11 @@ def window_kernel(
     BLOCK_W: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One token of one head's window: its key and value go into the rings, and the head's queries attend to all that
-    these hold. MIXED: y = far + share (near - far)."""
+    """Add one token to a window's ring buffers and attend to the tokens they hold.
+
+    Grid: (B*S,). One program loads the ring buffers of one key-value head (keys and values [w,d]) and handles all
+    queries of its group, so the buffers are read once. MIXED: y = rule_output + window_share * (window - rule_output).
+    """
     batch = tl.program_id(0) // STATES
     head = tl.program_id(0) % STATES
     i = tl.arange(0, BLOCK_D)
@@ -177,37 +197,42 @@ def window_kernel(
     g = tl.arange(0, BLOCK_G)
     ring = tl.program_id(0).to(tl.int64) * (WIDTH * D)
     position = tl.load(positions + batch)
-    new = (position % WIDTH).to(tl.int32)
-    held = (w < WIDTH) & (w <= position)
+    slot = (position % WIDTH).to(tl.int32)
+    # Slots fill up in order, so until the ring is full only those up to the position hold a token.
+    valid = (w < WIDTH) & (w <= position)
     at = w[:, None] * D + i[None, :]
-    inside = held[:, None] & (i < D)[None, :]
+    inside = valid[:, None] & (i < D)[None, :]
     key_tile = tl.load(keys + ring + at, inside, 0.0)
     value_tile = tl.load(values + ring + at, inside, 0.0)
-    first, c, s = _load_angles(cos + batch * angle_stride, sin + batch * angle_stride, planes, i, head, PLANES)
-    take_turn(OVERLAP)
-    key = _load_turned(k + batch * k_stride + head * D, i, D, first, c, s, PLANES)
-    key = narrowed(key, keys.dtype.element_ty)
+    first, c, s = _load_angles(cos + batch * angle_stride, sin + batch * angle_stride, pairs, i, head, ROTARY_PAIRS)
+    wait_for_previous_kernel(OVERLAP)
+    key = _load_rotated(k + batch * k_stride + head * D, i, D, first, c, s, ROTARY_PAIRS)
+    # Rounded as it is stored, so that this step sees the same key as later steps.
+    key = cast_rounded(key, keys.dtype.element_ty)
     value = tl.load(v + batch * v_stride + head * D + i, i < D, 0.0)
-    tl.store(keys + ring + new * D + i, key, i < D)
-    tl.store(values + ring + new * D + i, value, i < D)
-    key_tile = tl.where((w == new)[:, None], key[None, :], key_tile)
-    value_tile = tl.where((w == new)[:, None], value[None, :], value_tile)
-    reader = head * GROUP + g
+    tl.store(keys + ring + slot * D + i, key, i < D)
+    tl.store(values + ring + slot * D + i, value, i < D)
+    # The tile was loaded before the new token was known, so the token is inserted here too.
+    key_tile = tl.where((w == slot)[:, None], key[None, :], key_tile)
+    value_tile = tl.where((w == slot)[:, None], value[None, :], value_tile)
+    # The group is padded to BLOCK_G >= 16 rows, the least that tensor cores multiply.
+    query_head = head * GROUP + g
     heads = (g < GROUP)[:, None] & (i < D)[None, :]
-    at = reader[:, None] * D + i[None, :]
+    at = query_head[:, None] * D + i[None, :]
     query = tl.load(q + batch * q_stride + at, heads, 0.0).to(tl.float32)
-    if PLANES > 0:
-        partner = at + tl.where(first, PLANES, -PLANES)[None, :]
-        partner = tl.load(q + batch * q_stride + partner, heads & (i < 2 * PLANES)[None, :], 0.0).to(tl.float32)
+    if ROTARY_PAIRS > 0:
+        partner = at + tl.where(first, ROTARY_PAIRS, -ROTARY_PAIRS)[None, :]
+        partner = tl.load(q + batch * q_stride + partner, heads & (i < 2 * ROTARY_PAIRS)[None, :], 0.0).to(tl.float32)
         query = query * c[None, :] + tl.where(first[None, :], -partner, partner) * s[None, :]
-    logits = product(query, tl.trans(key_tile), OPERAND, PRECISION)
+    logits = matmul(query, tl.trans(key_tile), OPERAND, PRECISION)
     if SOFTCAP > 0:
-        logits = SOFTCAP * (2 * tl.sigmoid(2 * logits / SOFTCAP) - 1)
-    logits = tl.where(held[None, :], logits, float("-inf"))
+        logits = SOFTCAP * (2 * tl.sigmoid(2 * logits / SOFTCAP) - 1)  # softcap * tanh(logits / softcap)
+    logits = tl.where(valid[None, :], logits, float("-inf"))
     weights = tl.exp(logits - tl.max(logits, 1)[:, None])
-    near = product(weights / tl.sum(weights, 1)[:, None], value_tile, OPERAND, PRECISION)
+    near = matmul(weights / tl.sum(weights, 1)[:, None], value_tile, OPERAND, PRECISION)
     at += batch * (STATES * GROUP * D)
     if MIXED:
-        before = tl.load(far + at, heads, 0.0).to(tl.float32)
-        near = before + tl.load(share + reader, g < GROUP, 0.0).to(tl.float32)[:, None] * (near - before)
-    tl.store(y + at, narrowed(near, y.dtype.element_ty), heads)
+        from_rule = tl.load(rule_output + at, heads, 0.0).to(tl.float32)
+        share = tl.load(window_share + query_head, g < GROUP, 0.0).to(tl.float32)[:, None]
+        near = from_rule + share * (near - from_rule)
+    tl.store(y + at, cast_rounded(near, y.dtype.element_ty), heads)

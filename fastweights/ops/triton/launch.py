@@ -1,8 +1,11 @@
-"""Launches the kernels: what each rule's forward and backward pass are made of.
+"""Plans and launches of the training kernels: what the forward and the backward pass of each rule consist of.
 
 Shapes: q, k [B,T,H,m]   v, y [B,T,H,d]   gates f [B,T,H,m], z [B,T,H,d], g [B,T,H,1]   flags [B,T] int8
-        state [B,H,d,m]   tile_states [B*H,tiles,d,m]: states at the tiles' starts, as the products round them
-        inverses [B*H,tiles,16,16] and through [B*H,parts,d+m,m]: delta's solved tiles and segments (wy.py)
+        state [B,H,d,m]   tile_states [B*H,tiles,d,m]: states at the tiles' starts, in the precision of the products
+        inverses [B*H,tiles,16,16], through [B*H,segments,d+m,m]: delta's inverted tiles, and [W; P] of its segments
+
+Where the heads alone do not fill the GPU, time is cut into segments: a first kernel finds what each segment does to the
+state, a scan over the segments finds the states at their starts, and then all segments run in parallel.
 """
 
 from __future__ import annotations
@@ -20,20 +23,22 @@ from torch.utils._pytree import tree_map_only
 from fastweights.ops.device import multiprocessors
 from fastweights.ops.triton import tiled, wy
 from fastweights.ops.triton.blocks import SCAN_BLOCK, SEGMENT_TILE, TILE, blocks_for
-from fastweights.ops.triton.compile import collected, compile_together, launches_of
+from fastweights.ops.triton.compile import compile_in_parallel, record_calls, recording
 
+# Operands and precision of the products for each input dtype. float16 inputs are multiplied as float32 (in tf32), since
+# cumulative products reach e^80; float32 inputs use the three-way tf32 split, to stay within 1e-4 of a float64 loop.
 OPERANDS = {
     torch.bfloat16: (tl.bfloat16, "tf32"),
-    torch.float16: (tl.float32, "tf32"),  # running products leave float16's range
+    torch.float16: (tl.float32, "tf32"),
     torch.float32: (tl.float32, "tf32x3"),
 }
-# Programs for each multiprocessor: these hide each other's waiting. The backward pass has fewer there at a time (it
-# needs more registers), and more of them leave less of the chip idle at the end.
+# Programs per multiprocessor that a split aims for. Several hide each other's memory latency. The backward pass needs
+# more registers, so fewer of its programs run at a time; more and shorter ones leave less of the GPU idle at the end.
 FORWARD_PROGRAMS, BACKWARD_PROGRAMS = 3, 6
 
 
-class Shape(NamedTuple):
-    """All that decides how a call is launched."""
+class ProblemShape(NamedTuple):
+    """Everything that decides how a call is launched."""
 
     rule: str
     batch: int
@@ -46,27 +51,28 @@ class Shape(NamedTuple):
     device: torch.device
 
 
-def shape_of(rule: str, q: Tensor, k: Tensor, v: Tensor, flags: Tensor | None) -> Shape:
+def problem_shape(rule: str, q: Tensor, k: Tensor, v: Tensor, flags: Tensor | None) -> ProblemShape:
+    """The ProblemShape of a call; `dtype` is the widest of q, k and v."""
     dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
     batch, length, heads, m = k.shape
-    return Shape(rule, batch, length, heads, m, v.shape[-1], dtype, flags is not None, v.device)
+    return ProblemShape(rule, batch, length, heads, m, v.shape[-1], dtype, flags is not None, v.device)
 
 
 class Plan:
-    """Sizes and settings of one shape's kernels."""
+    """Sizes and compile-time constants of the kernels for one ProblemShape."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: ProblemShape) -> None:
         self.shape, self.rule = shape, shape.rule
-        self.compiled: set[bool] = set()  # with and without a backward pass
-        self.rows = shape.batch * shape.heads
+        self.compiled: set[bool] = set()  # whether compiled: True with a backward pass, False without
+        self.sequences = shape.batch * shape.heads
         self.blocks = blocks_for(shape.rule, shape.m, shape.d, shape.dtype)
         self.tiles = triton.cdiv(shape.length, TILE)
         operand, precision = OPERANDS[shape.dtype]
-        if self.rule == "delta":  # it takes differences of values and what is held; a small state holds little else
+        if self.rule == "delta":  # differences of values need float32 operands; small states more bits still (wy.py)
             operand = tl.float32
             precision = "tf32x3" if shape.dtype == torch.float32 or self.blocks.bm == 16 else "tf32"
-        self.kinds: dict[str, Any] = {
-            "FLAGS": shape.flags,
+        self.constants: dict[str, Any] = {
+            "HAS_FLAGS": shape.flags,
             "BM": self.blocks.bm,
             "BD": self.blocks.bd,
             "M_ALIGN": 16 if shape.m % 16 == 0 else 4 if shape.m % 4 == 0 else 1,
@@ -76,36 +82,41 @@ class Plan:
         }
         if self.rule != "delta":
             width = {"decay": self.blocks.bm, "gated": 1, "add": 0}[self.rule]
-            self.kinds |= {"F_WIDTH": width, "Z": self.rule == "decay", "SHARE": self.rule == "gated"}
+            self.constants |= {"F_WIDTH": width, "HAS_Z": self.rule == "decay", "INPUT_GATE": self.rule == "gated"}
         self.slices = triton.cdiv(shape.d, self.blocks.bd)
-        self.parts, self.segment = self._split(FORWARD_PROGRAMS)
-        self.back_parts, self.back_segment = self._split(BACKWARD_PROGRAMS)
-        if self.rule == "delta":  # a segment's P is made once and serves both
-            self.back_parts, self.back_segment = self.parts, self.segment
+        self.segments, self.segment_length = self._split(FORWARD_PROGRAMS)
+        self.backward_segments, self.backward_segment_length = self._split(BACKWARD_PROGRAMS)
+        if self.rule == "delta":  # a segment's P is computed once and serves both passes
+            self.backward_segments, self.backward_segment_length = self.segments, self.segment_length
 
     def _split(self, programs: int) -> tuple[int, int]:
-        """Time is cut into segments where the heads alone do not fill the chip."""
-        wanted = programs * multiprocessors(self.shape.device) // (self.rows * self.slices)
-        parts = max(1, min(wanted, triton.cdiv(self.shape.length, 4 * SEGMENT_TILE)))
-        segment = triton.cdiv(triton.cdiv(self.shape.length, parts), SEGMENT_TILE) * SEGMENT_TILE
-        return triton.cdiv(self.shape.length, segment), segment
+        """Number and length of the segments, for about `programs` programs per multiprocessor.
+
+        One segment if the heads alone are enough. A segment has at least about 4 tiles of SEGMENT_TILE tokens. Its
+        length is a multiple of SEGMENT_TILE, so that no tile crosses a boundary.
+        """
+        target = programs * multiprocessors(self.shape.device) // (self.sequences * self.slices)
+        segments = max(1, min(target, triton.cdiv(self.shape.length, 4 * SEGMENT_TILE)))
+        segment_length = triton.cdiv(triton.cdiv(self.shape.length, segments), SEGMENT_TILE) * SEGMENT_TILE
+        return triton.cdiv(self.shape.length, segment_length), segment_length
 
     @property
     def state_dtype(self) -> torch.dtype:
-        """Of the kept states: as the products read them."""
-        return torch.bfloat16 if self.kinds["OPERAND"] == tl.bfloat16 else torch.float32
+        """Dtype of tile_states: that of the operands which read them."""
+        return torch.bfloat16 if self.constants["OPERAND"] == tl.bfloat16 else torch.float32
 
-    def sizes(self, segment: int) -> tuple[int, ...]:
-        return (*self.shape[2:6], segment)
+    def sizes(self, segment_length: int) -> tuple[int, ...]:
+        """The size arguments that most kernels share: length, heads, m, d and the length of a segment."""
+        return (*self.shape[2:6], segment_length)
 
-    def saved_shapes(self, keep: bool) -> list[tuple[int, ...]]:
-        """Of tile_states (kept for the backward pass alone), inverses and through, empty where there are none."""
+    def saved_shapes(self, save_states: bool) -> list[tuple[int, ...]]:
+        """Shapes of tile_states (only with save_states), inverses and through; 0 rows for those that do not exist."""
         _, _, _, _, m, d, *_ = self.shape
         solved = self.rule == "delta"
         return [
-            (self.rows if keep else 0, self.tiles, d, m),
-            (self.rows if solved else 0, self.tiles, TILE, TILE),
-            (self.rows if solved and self.parts > 1 else 0, self.parts, d + m, m),
+            (self.sequences if save_states else 0, self.tiles, d, m),
+            (self.sequences if solved else 0, self.tiles, TILE, TILE),
+            (self.sequences if solved and self.segments > 1 else 0, self.segments, d + m, m),
         ]
 
 
@@ -116,16 +127,19 @@ _compiled: dict[tuple, Any] = {}
 
 
 def run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], **options: Any) -> None:
-    """Launch a kernel: `args`, then what it is specialised for. Triton looks a compiled kernel up by everything it is
-    given, for longer than a small one runs; one that was launched before with the like is found here instead."""
-    launches = collected.get()
+    """Launch a kernel with `args`, followed by the constants in `options`.
+
+    Triton looks up a compiled kernel by all its arguments, which takes longer than a small kernel runs. A kernel that
+    was launched before with the same dtypes and constants is found here instead, and launched directly.
+    """
+    launches = recording.get()
     if launches is not None:
         launches.append((kernel, grid, args, options))
         return
-    kinds = tuple(x.dtype if isinstance(x, Tensor) else x < 2**31 for x in args)
-    key = (kernel, args[0].device, kinds, *options.items())
+    signature = tuple(x.dtype if isinstance(x, Tensor) else x < 2**31 for x in args)
+    key = (kernel, args[0].device, signature, *options.items())
     compiled = _compiled.get(key)
-    aligned = _aligned(*args)  # it may have been compiled for that
+    aligned = _aligned(*args)  # Triton may have compiled the kernel for pointers that are multiples of 16
     with torch.cuda.device_of(args[0]):
         if compiled is not None and aligned:
             compiled[(*grid, 1, 1)[:3]](*args, *(options[name] for name in kernel.arg_names[len(args) :]))
@@ -136,6 +150,7 @@ def run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], **options: An
 
 
 def _aligned(*args: Any) -> bool:
+    """Whether all tensors start at a multiple of 16 bytes."""
     return all(x.data_ptr() % 16 == 0 for x in args if isinstance(x, Tensor))
 
 
@@ -147,38 +162,50 @@ def forward(
     gates: list[Tensor],
     flags: Tensor | None,
     state: Tensor | None,
-    keep: bool,
-    wide: bool = False,
+    save_states: bool,
+    float32_output: bool = False,
 ) -> tuple[Tensor, ...]:
-    """y (wide: in float32), the state at the end, and (keep) tile_states, inverses and through."""
-    if keep not in plan.compiled and _can_compile(v.device):
-        plan.compiled.add(keep)
-        if _aligned(q, k, v, *gates, flags, state):  # the stand-ins are
-            _compile_ahead(plan, (q, k, v, gates, flags), state, keep, wide)
+    """Run a rule's forward pass.
+
+    Returns y (in float32 with float32_output, else in v's dtype), the state at the end, and what the backward pass
+    needs: tile_states (filled with save_states), inverses and through. The first call of a plan compiles all its
+    kernels.
+    """
+    if save_states not in plan.compiled and _can_compile(v.device):
+        plan.compiled.add(save_states)
+        if _aligned(q, k, v, *gates, flags, state):  # the tensors that stand in for these are aligned
+            _compile_all(plan, (q, k, v, gates, flags), state, save_states, float32_output)
     shape = plan.shape
     float32: dict[str, Any] = {"dtype": torch.float32, "device": v.device}
-    y = v.new_empty(v.shape, dtype=torch.float32 if wide else v.dtype)
+    y = v.new_empty(v.shape, dtype=torch.float32 if float32_output else v.dtype)
     end = torch.empty(shape.batch, shape.heads, shape.d, shape.m, **float32)
-    kept, solved, through = plan.saved_shapes(keep)
+    kept, solved, through = plan.saved_shapes(save_states)
     tile_states = torch.empty(kept, dtype=plan.state_dtype, device=v.device)
     inverses, ends = torch.empty(solved, **float32), torch.empty(through, **float32)
-    grid, sizes = (plan.rows * plan.slices, plan.parts), plan.sizes(plan.segment)
-    options: dict[str, Any] = {"KEEP": keep, "TILE": TILE, **plan.kinds, **plan.blocks.forward.options}
+    grid, sizes = (plan.sequences * plan.slices, plan.segments), plan.sizes(plan.segment_length)
+    options: dict[str, Any] = {
+        "SAVE_STATES": save_states,
+        "TILE": TILE,
+        **plan.constants,
+        **plan.blocks.forward.options,
+    }
     starts, delta = state, plan.rule == "delta"
     if delta:
         _solve(plan, k, gates[0], flags, inverses)
         options["OUTPUT"] = True
-        if plan.parts > 1:
+        if plan.segments > 1:
             slices = triton.cdiv(shape.d + shape.m, plan.blocks.bd)
-            arguments = (q, k, v, *_there(q, *gates, flags), inverses, q, y, q, ends, *sizes)
-            unread = options | {"OUTPUT": False, "KEEP": False, "START": False}
-            run(wy.forward, (plan.rows * slices, plan.parts), arguments, **unread)
-            starts = _scan_delta(plan, False, _start(end, state), ends, ends)
-    elif plan.parts > 1:
-        starts = _segments(plan, False, plan.parts, plan.segment, k, v, gates, flags, _start(end, state))
-    kernel, inputs = (wy.forward, [*gates, flags, inverses]) if delta else (tiled.forward, [*_pair(gates), flags])
-    arguments = (q, k, v, *_there(q, *inputs, starts), y, *_there(q, tile_states), end, *sizes)
-    run(kernel, grid, arguments, **options, START=starts is not None)
+            arguments = (q, k, v, *_pointers(q, *gates, flags), inverses, q, y, q, ends, *sizes)
+            unread = options | {"OUTPUT": False, "SAVE_STATES": False, "HAS_START": False}
+            run(wy.forward, (plan.sequences * slices, plan.segments), arguments, **unread)
+            starts = _scan_delta_segments(plan, False, _zeros_if_none(end, state), ends, ends)
+    elif plan.segments > 1:
+        starts = _segment_boundaries(
+            plan, False, plan.segments, plan.segment_length, k, v, gates, flags, _zeros_if_none(end, state)
+        )
+    kernel, inputs = (wy.forward, [*gates, flags, inverses]) if delta else (tiled.forward, [*_f_and_z(gates), flags])
+    arguments = (q, k, v, *_pointers(q, *inputs, starts), y, *_pointers(q, tile_states), end, *sizes)
+    run(kernel, grid, arguments, **options, HAS_START=starts is not None)
     return y, end, tile_states, inverses, ends
 
 
@@ -193,105 +220,122 @@ def backward(
     dy: Tensor,
     dend: Tensor,
 ) -> list[Tensor]:
-    """Gradients of q, k, v, the state at the start and the gates."""
+    """Run a rule's backward pass; returns the gradients of q, k, v, the state at the start and the gates."""
     tile_states, inverses, through = saved
     dv, dstart = v.new_empty(v.shape), dend.new_empty(dend.shape)
-    # Where d is cut into slices each makes its share of what they have in common.
+    # Where d is cut into slices, each slice writes its own share of these gradients; they are summed below.
     common = [q, k, *gates[:1]]
     dq, dk, *dgates = [
         x.new_empty(x.shape) if plan.slices == 1 else x.new_empty(plan.slices, *x.shape, dtype=torch.float32)
         for x in common
     ]
     dgates += [x.new_empty(x.shape) for x in gates[1:]]
-    grid, sizes = (plan.rows * plan.slices, plan.back_parts), (*plan.sizes(plan.back_segment), q.numel())
-    options: dict[str, Any] = {**plan.kinds, **plan.blocks.backward.options, "TILE": TILE}
+    grid, sizes = (
+        (plan.sequences * plan.slices, plan.backward_segments),
+        (*plan.sizes(plan.backward_segment_length), q.numel()),
+    )
+    options: dict[str, Any] = {**plan.constants, **plan.blocks.backward.options, "TILE": TILE}
     dends = dend
     if plan.rule == "delta":
-        inputs = (q, k, v, *_there(q, *gates, flags), inverses, tile_states, dy)
-        if plan.parts > 1:
-            sums = dend.new_empty(plan.rows, plan.parts, plan.shape.d, plan.shape.m)
+        inputs = (q, k, v, *_pointers(q, *gates, flags), inverses, tile_states, dy)
+        if plan.segments > 1:
+            sums = dend.new_empty(plan.sequences, plan.segments, plan.shape.d, plan.shape.m)
             shared = (*inputs, dend, dq, dk, dv, *dgates, sums, *sizes)
-            run(wy.backward, (plan.rows * plan.slices, plan.parts - 1), shared, OUTPUT=False, **options)
-            dends = _scan_delta(plan, True, dend, through, sums)
+            run(wy.backward, (plan.sequences * plan.slices, plan.segments - 1), shared, OUTPUT=False, **options)
+            dends = _scan_delta_segments(plan, True, dend, through, sums)
         run(wy.backward, grid, (*inputs, dends, dq, dk, dv, *dgates, dstart, *sizes), OUTPUT=True, **options)
     else:
-        if plan.back_parts > 1:
-            dends = _segments(plan, True, plan.back_parts, plan.back_segment, q, dy, gates, flags, dend)
-        inputs = (q, k, v, *_there(q, *_pair(gates), flags), tile_states, dy)
-        outputs = (dq, dk, dv, *_there(q, *_pair(dgates)), dstart)
+        if plan.backward_segments > 1:
+            dends = _segment_boundaries(
+                plan, True, plan.backward_segments, plan.backward_segment_length, q, dy, gates, flags, dend
+            )
+        inputs = (q, k, v, *_pointers(q, *_f_and_z(gates), flags), tile_states, dy)
+        outputs = (dq, dk, dv, *_pointers(q, *_f_and_z(dgates)), dstart)
         run(tiled.backward, grid, (*inputs, dends, *outputs, *sizes), **options)
-    if plan.slices > 1 and not dq.is_meta:  # torch would load more for a stand-in's sum than compiling it takes
+    if plan.slices > 1 and not dq.is_meta:  # not while compiling on meta tensors
         dq, dk, *first = [x.sum(0).to(like.dtype) for x, like in zip([dq, dk, *dgates[:1]], common, strict=True)]
         dgates[:1] = first
     return [dq, dk, dv, dstart, *dgates]
 
 
 def _can_compile(device: torch.device) -> bool:
-    """Not while a graph is captured: a kernel that another thread loads would end that."""
+    """Not while a CUDA graph is captured: loading a kernel in another thread would end the capture."""
     return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
 
 
-def _compile_ahead(plan: Plan, inputs: tuple[Any, ...], state: Tensor | None, keep: bool, wide: bool) -> None:
-    """Compile what this call launches, and (keep) its backward pass: on stand-ins without memory, through the very code
-    that launches, so that Triton finds the kernels by the like arguments."""
-    stand_ins = tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), (*inputs, state))
-    q, k, v, gates, flags, start = stand_ins
+def _compile_all(
+    plan: Plan, inputs: tuple[Any, ...], state: Tensor | None, save_states: bool, float32_output: bool
+) -> None:
+    """Compile the kernels of this call and, with save_states, of its backward pass.
+
+    Runs the launching code itself on meta tensors, so that Triton finds the compiled kernels by the same arguments.
+    """
+    meta = tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), (*inputs, state))
+    q, k, v, gates, flags, start = meta
 
     def both() -> None:
-        y, end, *saved = forward(plan, q, k, v, gates, flags, start, keep, wide)
-        if keep:
-            backward(plan, q, k, v, gates, flags, saved, y, end)  # gradients are like what they are of
+        y, end, *saved = forward(plan, q, k, v, gates, flags, start, save_states, float32_output)
+        if save_states:
+            backward(plan, q, k, v, gates, flags, saved, y, end)  # a gradient has the shape and dtype of its tensor
 
     with contextlib.suppress(Exception):  # the launch itself raises it again
-        compile_together(launches_of(both), plan.shape.device)
+        compile_in_parallel(record_calls(both), plan.shape.device)
 
 
-def _pair(gates: list[Tensor]) -> list[Tensor | None]:
-    """tiled.py's f and z."""
+def _f_and_z(gates: list[Tensor]) -> list[Tensor | None]:
+    """The f and z arguments of tiled.py's kernels, None for those that the rule does not have."""
     return [*gates, None, None][:2]
 
 
-def _there(anything: Tensor, *tensors: Tensor | None) -> list[Tensor]:
-    """Pointers for a kernel: what is not there is not read, but must point somewhere."""
+def _pointers(anything: Tensor, *tensors: Tensor | None) -> list[Tensor]:
+    """Kernel arguments: a tensor that does not exist is not read, but must point to some memory."""
     return [anything if x is None or not x.numel() else x for x in tensors]
 
 
-def _start(like: Tensor, state: Tensor | None) -> Tensor:
+def _zeros_if_none(like: Tensor, state: Tensor | None) -> Tensor:
     return like.new_zeros(like.shape) if state is None else state
 
 
-def _segments(
+def _segment_boundaries(
     plan: Plan,
-    back: bool,
-    parts: int,
-    segment: int,
+    reverse: bool,
+    segments: int,
+    segment_length: int,
     a: Tensor,
     b: Tensor,
     gates: list[Tensor],
     flags: Tensor | None,
     boundary: Tensor,
 ) -> Tensor:
-    """States at the segments' starts (back: gradients at their ends), [B*H,parts,d,m]."""
-    sums = torch.empty(plan.rows, parts, plan.shape.d, plan.shape.m, dtype=torch.float32, device=a.device)
-    kepts, states = sums.new_empty(sums.shape), sums.new_empty(sums.shape)
-    arguments = (a, b, *_there(a, *_pair(gates), flags), sums, kepts, *plan.sizes(segment))
-    options = {**plan.kinds, "BACK": back, "TILE": SEGMENT_TILE, **plan.blocks.segments.options}
-    run(tiled.segment_sums, (plan.rows * plan.slices, parts - 1), arguments, **options)
+    """States at the segments' starts (reverse: gradients of states at their ends), [B*H,segments,d,m].
+
+    `a` and `b` are keys and values (reverse: queries and output gradients); `boundary` is the state at the first start
+    (reverse: its gradient at the last end).
+    """
+    sums = torch.empty(plan.sequences, segments, plan.shape.d, plan.shape.m, dtype=torch.float32, device=a.device)
+    decays, states = sums.new_empty(sums.shape), sums.new_empty(sums.shape)
+    arguments = (a, b, *_pointers(a, *_f_and_z(gates), flags), sums, decays, *plan.sizes(segment_length))
+    options = {**plan.constants, "REVERSE": reverse, "TILE": SEGMENT_TILE, **plan.blocks.segments.options}
+    run(tiled.segment_sums, (plan.sequences * plan.slices, segments - 1), arguments, **options)
     size = plan.shape.d * plan.shape.m
-    grid = (plan.rows, triton.cdiv(size, SCAN_BLOCK))
-    run(tiled.scan_segments, grid, (boundary, sums, kepts, states, parts, size), BACK=back, BLOCK=SCAN_BLOCK)
+    grid = (plan.sequences, triton.cdiv(size, SCAN_BLOCK))
+    run(tiled.scan_segments, grid, (boundary, sums, decays, states, segments, size), REVERSE=reverse, BLOCK=SCAN_BLOCK)
     return states
 
 
 def _solve(plan: Plan, k: Tensor, g: Tensor, flags: Tensor | None, inverses: Tensor) -> None:
-    kinds = {name: plan.kinds[name] for name in ("FLAGS", "BM", "OPERAND", "PRECISION")}
-    arguments = (k, *_there(k, g, flags), inverses, *plan.shape[2:5])
-    run(wy.solve, (plan.rows * plan.tiles,), arguments, TILE=TILE, **kinds, num_warps=1)
+    """Fill `inverses` for the delta rule."""
+    constants = {name: plan.constants[name] for name in ("HAS_FLAGS", "BM", "OPERAND", "PRECISION")}
+    arguments = (k, *_pointers(k, g, flags), inverses, *plan.shape[2:5])
+    run(wy.solve, (plan.sequences * plan.tiles,), arguments, TILE=TILE, **constants, num_warps=1)
 
 
-def _scan_delta(plan: Plan, back: bool, boundary: Tensor, through: Tensor, sums: Tensor) -> Tensor:
-    states = torch.empty(plan.rows, plan.parts, plan.shape.d, plan.shape.m, dtype=torch.float32, device=sums.device)
-    arguments = (boundary, through, sums, states, plan.parts, plan.shape.m, plan.shape.d)
-    kinds = {"BACK": back, "BM": plan.blocks.bm, "BD": plan.blocks.bd, "PRECISION": "tf32x3"}
-    run(wy.scan_segments, (plan.rows * plan.slices,), arguments, **kinds)
+def _scan_delta_segments(plan: Plan, reverse: bool, boundary: Tensor, through: Tensor, sums: Tensor) -> Tensor:
+    """As _segment_boundaries, for the delta rule; with the three-way tf32 split for inputs of any dtype."""
+    states = torch.empty(
+        plan.sequences, plan.segments, plan.shape.d, plan.shape.m, dtype=torch.float32, device=sums.device
+    )
+    arguments = (boundary, through, sums, states, plan.segments, plan.shape.m, plan.shape.d)
+    constants = {"REVERSE": reverse, "BM": plan.blocks.bm, "BD": plan.blocks.bd, "PRECISION": "tf32x3"}
+    run(wy.scan_segments, (plan.sequences * plan.slices,), arguments, **constants)
     return states

@@ -1,11 +1,14 @@
-"""Kernels of the delta rule: S_t = S_{t-1} + u_t k_t^T with u_t = g_t (v_t - S_{t-1} k_t),  y_t = S_t q_t.
+"""Training kernels of the delta rule: S_t = S_{t-1} + u_t k_t^T with u_t = g_t (v_t - S_{t-1} k_t),  y_t = S_t q_t.
 
-In a tile U solves (I + strictly lower(g K K^T)) U = g (V - K S_0^T); the formulas are those of ops/wy.py and
-rules/README.md. The inverses of these small matrices do not depend on the state: `solve` makes all of them at once,
-and a program then walks the tiles of one head (one segment of its tokens, one slice of d) with products alone.
+In a tile, U solves (I + strictly lower(g K K^T)) U = g (V - K S_0^T): the WY form of ops/wy.py and docs/derivations.md.
+The matrices do not depend on the state, so `solve` inverts those of all tiles in parallel. A program then goes through
+the tiles of one head (one segment of its tokens, one slice of d) with matrix products alone, the state in registers.
 
-A segment as a whole is S_end = S_start P + W: W is what it makes of an empty state, P [m,m] what it makes of the
-identity when all values are 0.
+A whole segment is S_end = S_start P + W: W is its result for a zero state, P [m,m] its result for the identity when all
+values are 0.
+
+Precision: the rule takes differences of values and what the state returns for their keys, so all products have float32
+operands (tf32, or three-way split tf32), whatever the dtype of the inputs.
 """
 
 from __future__ import annotations
@@ -13,203 +16,227 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fastweights.ops.triton.parts import (
+from fastweights.ops.triton.primitives import (
     SIZES,
-    aligned,
-    below,
-    document_masks,
-    narrowed,
-    place,
-    product,
-    read,
-    read_flags,
-    write,
+    assume_multiple,
+    cast_rounded,
+    document_ids,
+    load_flags,
+    load_tile,
+    locate_program,
+    lower_triangle,
+    matmul,
+    store_tile,
 )
 
 
 @triton.jit
-def read_keys(k, g, i, real, reset, heads, mi, m, FLAGS: tl.constexpr, TILE: tl.constexpr):
-    """Keys, gates [TILE,1] and their slopes, pairs of one document, which tokens meet the state before the tile and
-    after it, and whether that state survives the tile."""
-    kt = read(k, i, real, heads, mi, m)
-    logit = read(g, i, real, heads, tl.arange(0, 1), 1)
+def load_keys(k, g, i, is_real, reset, heads, mi, m, HAS_FLAGS: tl.constexpr, TILE: tl.constexpr):
+    """Load the keys and gates of a tile and derive its masks.
+
+    Returns keys [TILE,BM], gates [TILE,1] and d gate / d logit, the mask of pairs in one document, the masks of the
+    tokens that read the state before the tile and that are in the state after it, and 1 or 0: whether the state before
+    the tile survives it. Gates have no floor here: nothing is divided by them.
+    """
+    kt = load_tile(k, i, is_real, heads, mi, m)
+    logit = load_tile(g, i, is_real, heads, tl.arange(0, 1), 1)
     gate = tl.sigmoid(logit)
     slope = gate * tl.sigmoid(-logit)
-    same, survives = below(TILE, -TILE), 1.0
-    meets_start, meets_end = (i >= 0)[:, None], (i >= 0)[:, None]
-    if FLAGS:
-        document, last = document_masks(reset, TILE)
+    same, survives = lower_triangle(TILE, -TILE), 1.0
+    reads_start, in_end = (i >= 0)[:, None], (i >= 0)[:, None]
+    if HAS_FLAGS:
+        document, last = document_ids(reset, TILE)
         same = document[:, None] == document[None, :]
-        meets_start, meets_end = (document == 0)[:, None], (document == last)[:, None]
+        reads_start, in_end = (document == 0)[:, None], (document == last)[:, None]
         survives = tl.where(last == 0, 1.0, 0.0)
-    return kt, gate, slope, same, meets_start, meets_end, survives
+    return kt, gate, slope, same, reads_start, in_end, survives
 
 
 @triton.jit(do_not_specialize=SIZES)
 def solve(
     k, g, flags, inverses, length, heads, m,
-    FLAGS: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_FLAGS: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(I + strictly lower(g K K^T))^-1 - I of every tile, row by row: stable where a series of powers is not. The I is
-    left out, so that what it multiplies is not rounded."""
+    """Compute (I + strictly lower(g K K^T))^-1 - I of every tile.
+
+    Grid: (B*H*tiles,); one program inverts one 16 x 16 matrix. Row by row, by forward substitution: the product of
+    powers (I-N)(I+N^2)(I+N^4)(I+N^8) has terms of up to 6,435 for equal keys, which must cancel. The identity is left
+    out, so that what it multiplies is not rounded to an operand.
+    """
     tiles = tl.cdiv(length, TILE)
     head, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    row = (head // heads).to(tl.int64) * length
-    # in 64 bits: Triton 3.6 packs a shift of 32 into one register with the thread's number, which then spills into it
-    i, begin = tl.arange(0, TILE), tile.to(tl.int64) * TILE
-    here = (row + begin) * heads + head % heads
-    real, reset, _ = read_flags(flags + row + begin, i, begin + i < length, FLAGS)
-    kt, gate, _, same, _, _, _ = read_keys(
-        k + here * m, g + here, i, real, reset, heads, tl.arange(0, BM), m, FLAGS, TILE
+    sequence_start = (head // heads).to(tl.int64) * length
+    # In 64 bits: Triton 3.6 packs a 32-bit shift like this one with the thread's index into one register and shifts
+    # both as one 64-bit value, so that bits of the lower one move into the upper one.
+    i, tile_start = tl.arange(0, TILE), tile.to(tl.int64) * TILE
+    base = (sequence_start + tile_start) * heads + head % heads
+    is_real, reset, _ = load_flags(flags + sequence_start + tile_start, i, tile_start + i < length, HAS_FLAGS)
+    kt, gate, _, same, _, _, _ = load_keys(
+        k + base * m, g + base, i, is_real, reset, heads, tl.arange(0, BM), m, HAS_FLAGS, TILE
     )
-    overlap = product(kt, tl.trans(kt), OPERAND, PRECISION)
-    rows = tl.where(below(TILE, 1) & same, -gate * overlap, 0.0)
+    overlap = matmul(kt, tl.trans(kt), OPERAND, PRECISION)
+    rows = tl.where(lower_triangle(TILE, 1) & same, -gate * overlap, 0.0)
     columns = tl.trans(rows)
+    # Row n of the inverse is row n of -g K K^T, plus that row times the rows above, which are finished by then.
     for n in range(1, TILE):
         weights = tl.sum(tl.where((i == n)[None, :], columns, 0.0), 1)
         rows += tl.where((i == n)[:, None], tl.sum(weights[:, None] * rows, 0)[None, :], 0.0)
-    cells = i[:, None] * TILE + i[None, :]
+    tile_offsets = i[:, None] * TILE + i[None, :]
     at_tile = tl.program_id(0).to(tl.int64) * TILE * TILE
-    tl.store(inverses + at_tile + cells, rows)
+    tl.store(inverses + at_tile + tile_offsets, rows)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def forward(
     q, k, v, g, flags, inverses, starts, y, tile_states, ends,
-    length, heads, m, d, segment,
-    FLAGS: tl.constexpr, START: tl.constexpr, KEEP: tl.constexpr, OUTPUT: tl.constexpr,
+    length, heads, m, d, segment_length,
+    HAS_FLAGS: tl.constexpr, HAS_START: tl.constexpr, SAVE_STATES: tl.constexpr, OUTPUT: tl.constexpr,
     TILE: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, M_ALIGN: tl.constexpr, D_ALIGN: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """y, the state at the end, and (KEEP) the states at the tiles' starts. Without OUTPUT: W and P of each segment,
-    P as m more rows of the state."""
-    m, d = aligned(m, M_ALIGN), aligned(d, D_ALIGN)
+    """Compute y, the state at the end and, with SAVE_STATES, the state at the start of each tile.
+
+    Grid: (B*H*slices, segments). Memory: S [BD,BM] in registers; one read of each input and of the tiles' inverses, one
+    write of y. Without OUTPUT: only W and P of each segment. P is computed as m more rows of the state (the rows of an
+    identity, with values of 0), so the slices cover d + m rows and `ends` is [B*H,segments,d+m,m].
+    """
+    m, d = assume_multiple(m, M_ALIGN), assume_multiple(d, D_ALIGN)
     rows = d if OUTPUT else d + m
-    head, _slice, row, mi, di, cells, inside = place(rows, m, heads, length, BM, BD)
-    part, parts, i, tiles = tl.program_id(1), tl.num_programs(1), tl.arange(0, TILE), tl.cdiv(length, TILE)
+    head, _slice, sequence_start, mi, di, state_offsets, in_state = locate_program(rows, m, heads, length, BM, BD)
+    segment, segments, i, tiles = tl.program_id(1), tl.num_programs(1), tl.arange(0, TILE), tl.cdiv(length, TILE)
     S = tl.zeros([BD, BM], tl.float32)
-    if START:
-        S = tl.load(starts + (head * parts + part).to(tl.int64) * d * m + cells, mask=inside, other=0.0)
+    if HAS_START:
+        S = tl.load(starts + (head * segments + segment).to(tl.int64) * d * m + state_offsets, mask=in_state, other=0.0)
     if not OUTPUT:
         S = tl.where((di - d)[:, None] == mi[None, :], 1.0, 0.0)
-    stop = tl.minimum(length, (part + 1) * segment)
-    for begin in tl.range(part * segment, stop, TILE, num_stages=STAGES):
-        here, there = (row + begin) * heads + head % heads, begin + i < length
-        tile = head.to(tl.int64) * tiles + begin // TILE
-        if KEEP:
-            tl.store(tile_states + tile * d * m + cells, narrowed(S, tile_states.dtype.element_ty), mask=inside)
-        real, reset, _ = read_flags(flags + row + begin, i, there, FLAGS)
-        kt, gate, _, same, meets_start, meets_end, survives = read_keys(
-            k + here * m, g + here, i, real, reset, heads, mi, m, FLAGS, TILE
+    segment_end = tl.minimum(length, (segment + 1) * segment_length)
+    for tile_start in tl.range(segment * segment_length, segment_end, TILE, num_stages=STAGES):
+        base, in_range = (sequence_start + tile_start) * heads + head % heads, tile_start + i < length
+        tile = head.to(tl.int64) * tiles + tile_start // TILE
+        if SAVE_STATES:
+            tl.store(
+                tile_states + tile * d * m + state_offsets, cast_rounded(S, tile_states.dtype.element_ty), mask=in_state
+            )
+        is_real, reset, _ = load_flags(flags + sequence_start + tile_start, i, in_range, HAS_FLAGS)
+        kt, gate, _, same, reads_start, in_end, survives = load_keys(
+            k + base * m, g + base, i, is_real, reset, heads, mi, m, HAS_FLAGS, TILE
         )
-        k_start, k_end = tl.where(meets_start, kt, 0.0), tl.where(meets_end, kt, 0.0)
-        vt = read(v + here * d, i, real, heads, di, d)
+        k_start, k_end = tl.where(reads_start, kt, 0.0), tl.where(in_end, kt, 0.0)
+        vt = load_tile(v + base * d, i, is_real, heads, di, d)
         inverse = tl.load(inverses + tile * TILE * TILE + i[:, None] * TILE + i[None, :])
-        error = vt - product(k_start, tl.trans(S), OPERAND, PRECISION)
-        u = gate * error + product(inverse, gate * error, OPERAND, PRECISION)
+        error = vt - matmul(k_start, tl.trans(S), OPERAND, PRECISION)
+        u = gate * error + matmul(inverse, gate * error, OPERAND, PRECISION)
         if OUTPUT:
-            qt = read(q + here * m, i, real, heads, mi, m)
-            scores = product(qt, tl.trans(kt), OPERAND, PRECISION)
-            scores = tl.where(below(TILE, 0) & same, scores, 0.0)
-            from_start = product(tl.where(meets_start, qt, 0.0), tl.trans(S), OPERAND, PRECISION)
-            write(y + here * d, product(scores, u, OPERAND, PRECISION) + from_start, i, there, heads, di, d)
-        S = S * survives + product(tl.trans(u), k_end, OPERAND, PRECISION)
+            qt = load_tile(q + base * m, i, is_real, heads, mi, m)
+            scores = matmul(qt, tl.trans(kt), OPERAND, PRECISION)
+            scores = tl.where(lower_triangle(TILE, 0) & same, scores, 0.0)
+            from_start = matmul(tl.where(reads_start, qt, 0.0), tl.trans(S), OPERAND, PRECISION)
+            store_tile(y + base * d, matmul(scores, u, OPERAND, PRECISION) + from_start, i, in_range, heads, di, d)
+        S = S * survives + matmul(tl.trans(u), k_end, OPERAND, PRECISION)
     if OUTPUT:
-        if part == parts - 1:
-            tl.store(ends + head.to(tl.int64) * d * m + cells, S, mask=inside)
+        if segment == segments - 1:
+            tl.store(ends + head.to(tl.int64) * d * m + state_offsets, S, mask=in_state)
     else:
-        tl.store(ends + (head * parts + part).to(tl.int64) * rows * m + cells, S, mask=inside)
+        tl.store(ends + (head * segments + segment).to(tl.int64) * rows * m + state_offsets, S, mask=in_state)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def backward(
     q, k, v, g, flags, inverses, tile_states, dy, dends, dq, dk, dv, dg, dstarts,
-    length, heads, m, d, segment, sliced,
-    FLAGS: tl.constexpr, OUTPUT: tl.constexpr,
+    length, heads, m, d, segment_length, slice_stride,
+    HAS_FLAGS: tl.constexpr, OUTPUT: tl.constexpr,
     TILE: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, M_ALIGN: tl.constexpr, D_ALIGN: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the inputs and of the state at the start. Without OUTPUT: only what each segment but the first adds
-    to the gradient of the state that goes through it backwards. `sliced` is the size of dq, as in tiled.py."""
-    m, d = aligned(m, M_ALIGN), aligned(d, D_ALIGN)
-    head, slice, row, mi, di, cells, inside = place(d, m, heads, length, BM, BD)
-    part, parts, i = tl.program_id(1), tl.num_programs(1), tl.arange(0, TILE)
+    """Compute the gradients of the inputs and of the state at the start.
+
+    Grid: (B*H*slices, segments), or without OUTPUT (B*H*slices, segments - 1). The tiles go backwards in time with dS
+    in registers; the state before each tile comes from `tile_states`. Without OUTPUT: only what each segment except the
+    first adds to the gradient of the state that passes through it, for the scan. slice_stride is the size of dq, as in
+    tiled.py.
+    """
+    m, d = assume_multiple(m, M_ALIGN), assume_multiple(d, D_ALIGN)
+    head, slice, sequence_start, mi, di, state_offsets, in_state = locate_program(d, m, heads, length, BM, BD)
+    segment, segments, i = tl.program_id(1), tl.num_programs(1), tl.arange(0, TILE)
     if not OUTPUT:
-        part, parts = part + 1, parts + 1
-    at_part = (head * parts + part).to(tl.int64) * d * m
+        segment, segments = segment + 1, segments + 1
+    at_segment = (head * segments + segment).to(tl.int64) * d * m
     tiles = tl.cdiv(length, TILE)
-    mine = slice.to(tl.int64) * sliced
-    dq, dk, dg = dq + mine, dk + mine, dg + mine // m
+    slice_offset = slice.to(tl.int64) * slice_stride
+    dq, dk, dg = dq + slice_offset, dk + slice_offset, dg + slice_offset // m
     dS = tl.zeros([BD, BM], tl.float32)
     if OUTPUT:
-        dS = tl.load(dends + at_part + cells, mask=inside, other=0.0)
-    stop = tl.minimum(length, (part + 1) * segment)
-    count = tl.cdiv(stop - part * segment, TILE)
-    for n in tl.range(0, count, num_stages=STAGES):
-        begin = part * segment + (count - 1 - n) * TILE
-        here, there = (row + begin) * heads + head % heads, begin + i < length
-        tile = head.to(tl.int64) * tiles + begin // TILE
-        real, reset, _ = read_flags(flags + row + begin, i, there, FLAGS)
-        kt, gate, slope, same, meets_start, meets_end, survives = read_keys(
-            k + here * m, g + here, i, real, reset, heads, mi, m, FLAGS, TILE
+        dS = tl.load(dends + at_segment + state_offsets, mask=in_state, other=0.0)
+    segment_end = tl.minimum(length, (segment + 1) * segment_length)
+    tile_count = tl.cdiv(segment_end - segment * segment_length, TILE)
+    for n in tl.range(0, tile_count, num_stages=STAGES):
+        tile_start = segment * segment_length + (tile_count - 1 - n) * TILE
+        base, in_range = (sequence_start + tile_start) * heads + head % heads, tile_start + i < length
+        tile = head.to(tl.int64) * tiles + tile_start // TILE
+        is_real, reset, _ = load_flags(flags + sequence_start + tile_start, i, in_range, HAS_FLAGS)
+        kt, gate, slope, same, reads_start, in_end, survives = load_keys(
+            k + base * m, g + base, i, is_real, reset, heads, mi, m, HAS_FLAGS, TILE
         )
-        k_start, k_end = tl.where(meets_start, kt, 0.0), tl.where(meets_end, kt, 0.0)
-        qt, dyt = read(q + here * m, i, real, heads, mi, m), read(dy + here * d, i, real, heads, di, d)
+        k_start, k_end = tl.where(reads_start, kt, 0.0), tl.where(in_end, kt, 0.0)
+        qt, dyt = load_tile(q + base * m, i, is_real, heads, mi, m), load_tile(dy + base * d, i, is_real, heads, di, d)
         inverse = tl.load(inverses + tile * TILE * TILE + i[:, None] * TILE + i[None, :])
-        scores = product(qt, tl.trans(kt), OPERAND, PRECISION)
-        scores = tl.where(below(TILE, 0) & same, scores, 0.0)
-        du = product(tl.trans(scores), dyt, OPERAND, PRECISION) + product(k_end, tl.trans(dS), OPERAND, PRECISION)
-        dtarget = du + product(tl.trans(inverse), du, OPERAND, PRECISION)
+        scores = matmul(qt, tl.trans(kt), OPERAND, PRECISION)
+        scores = tl.where(lower_triangle(TILE, 0) & same, scores, 0.0)
+        du = matmul(tl.trans(scores), dyt, OPERAND, PRECISION) + matmul(k_end, tl.trans(dS), OPERAND, PRECISION)
+        dtarget = du + matmul(tl.trans(inverse), du, OPERAND, PRECISION)
         dvalue = gate * dtarget
         if OUTPUT:
-            S = tl.load(tile_states + tile * d * m + cells, mask=inside, other=0.0)
-            error = read(v + here * d, i, real, heads, di, d) - product(k_start, tl.trans(S), OPERAND, PRECISION)
-            u = gate * error + product(inverse, gate * error, OPERAND, PRECISION)
-            overlap = product(kt, tl.trans(kt), OPERAND, PRECISION)
-            dscores = tl.where(below(TILE, 0) & same, product(dyt, tl.trans(u), OPERAND, PRECISION), 0.0)
-            doverlap = product(dtarget, tl.trans(u), OPERAND, PRECISION)
-            doverlap = tl.where(below(TILE, 1) & same, -doverlap, 0.0)
+            S = tl.load(tile_states + tile * d * m + state_offsets, mask=in_state, other=0.0)
+            error = load_tile(v + base * d, i, is_real, heads, di, d) - matmul(k_start, tl.trans(S), OPERAND, PRECISION)
+            u = gate * error + matmul(inverse, gate * error, OPERAND, PRECISION)
+            overlap = matmul(kt, tl.trans(kt), OPERAND, PRECISION)
+            dscores = tl.where(lower_triangle(TILE, 0) & same, matmul(dyt, tl.trans(u), OPERAND, PRECISION), 0.0)
+            doverlap = matmul(dtarget, tl.trans(u), OPERAND, PRECISION)
+            doverlap = tl.where(lower_triangle(TILE, 1) & same, -doverlap, 0.0)
             gated = gate * doverlap
             both = gated + tl.trans(gated)
-            new_dq = product(dscores, kt, OPERAND, PRECISION)
-            new_dq += tl.where(meets_start, product(dyt, S, OPERAND, PRECISION), 0.0)
-            new_dk = product(tl.trans(dscores), qt, OPERAND, PRECISION) + product(both, kt, OPERAND, PRECISION)
-            new_dk -= tl.where(meets_start, product(dvalue, S, OPERAND, PRECISION), 0.0)
-            new_dk += tl.where(meets_end, product(u, dS, OPERAND, PRECISION), 0.0)
+            new_dq = matmul(dscores, kt, OPERAND, PRECISION)
+            new_dq += tl.where(reads_start, matmul(dyt, S, OPERAND, PRECISION), 0.0)
+            new_dk = matmul(tl.trans(dscores), qt, OPERAND, PRECISION) + matmul(both, kt, OPERAND, PRECISION)
+            new_dk -= tl.where(reads_start, matmul(dvalue, S, OPERAND, PRECISION), 0.0)
+            new_dk += tl.where(in_end, matmul(u, dS, OPERAND, PRECISION), 0.0)
             new_dg = tl.sum(dtarget * error, 1) + tl.sum(doverlap * overlap, 1)
-            write(dq + here * m, new_dq, i, there, heads, mi, m)
-            write(dk + here * m, new_dk, i, there, heads, mi, m)
-            write(dv + here * d, dvalue, i, there, heads, di, d)
-            write(dg + here, new_dg[:, None] * slope, i, there, heads, tl.arange(0, 1), 1)
-        q_start = tl.where(meets_start, qt, 0.0)
-        dS = dS * survives + product(tl.trans(dyt), q_start, OPERAND, PRECISION)
-        dS -= product(tl.trans(dvalue), k_start, OPERAND, PRECISION)
+            store_tile(dq + base * m, new_dq, i, in_range, heads, mi, m)
+            store_tile(dk + base * m, new_dk, i, in_range, heads, mi, m)
+            store_tile(dv + base * d, dvalue, i, in_range, heads, di, d)
+            store_tile(dg + base, new_dg[:, None] * slope, i, in_range, heads, tl.arange(0, 1), 1)
+        q_start = tl.where(reads_start, qt, 0.0)
+        dS = dS * survives + matmul(tl.trans(dyt), q_start, OPERAND, PRECISION)
+        dS -= matmul(tl.trans(dvalue), k_start, OPERAND, PRECISION)
     if OUTPUT:
-        if part == 0:
-            tl.store(dstarts + head.to(tl.int64) * d * m + cells, dS, mask=inside)
+        if segment == 0:
+            tl.store(dstarts + head.to(tl.int64) * d * m + state_offsets, dS, mask=in_state)
     else:
-        tl.store(dstarts + at_part + cells, dS, mask=inside)
+        tl.store(dstarts + at_segment + state_offsets, dS, mask=in_state)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def scan_segments(
-    boundary, ends, sums, states, parts, m, d,
-    BACK: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
+    boundary, ends, sums, states, segments, m, d,
+    REVERSE: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The state at each segment's start; or (BACK) its gradient at each segment's end. `ends` holds the segments' P
-    after d rows; what a segment adds is there before it, or (BACK) in `sums`."""
-    head, _slice, _row, mi, _di, cells, inside = place(d, m, 1, 0, BM, BD)
+    """Scan over the segments: the state at each segment's start, S P + W from one to the next.
+
+    With REVERSE: the gradient of the state at each segment's end, dS P^T + what the segment adds (`sums`). Grid:
+    (B*H*slices,). `ends` holds [W; P] of each segment, P after the first d rows.
+    """
+    head, _slice, _row, mi, _di, state_offsets, in_state = locate_program(d, m, 1, 0, BM, BD)
     head = head.to(tl.int64)
     square, in_square = mi[:, None] * m + mi[None, :], (mi < m)[:, None] & (mi < m)[None, :]
-    S = tl.load(boundary + head * d * m + cells, mask=inside, other=0.0)
-    for n in range(parts - 1):
-        here = head * parts + (parts - 1 - n if BACK else n)
-        tl.store(states + here * d * m + cells, S, mask=inside)
-        through = tl.load(ends + (here * (d + m) + d) * m + square, mask=in_square, other=0.0)
-        if BACK:
-            added = tl.load(sums + here * d * m + cells, mask=inside, other=0.0)
+    S = tl.load(boundary + head * d * m + state_offsets, mask=in_state, other=0.0)
+    for n in range(segments - 1):
+        base = head * segments + (segments - 1 - n if REVERSE else n)
+        tl.store(states + base * d * m + state_offsets, S, mask=in_state)
+        through = tl.load(ends + (base * (d + m) + d) * m + square, mask=in_square, other=0.0)
+        if REVERSE:
+            added = tl.load(sums + base * d * m + state_offsets, mask=in_state, other=0.0)
             through = tl.trans(through)
         else:
-            added = tl.load(ends + here * (d + m) * m + cells, mask=inside, other=0.0)
-        S = product(S, through, tl.float32, PRECISION) + added
-    tl.store(states + (head * parts + (0 if BACK else parts - 1)) * d * m + cells, S, mask=inside)
+            added = tl.load(ends + base * (d + m) * m + state_offsets, mask=in_state, other=0.0)
+        S = matmul(S, through, tl.float32, PRECISION) + added
+    tl.store(states + (head * segments + (0 if REVERSE else segments - 1)) * d * m + state_offsets, S, mask=in_state)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import fastweights as fw
 from fastweights.decode.model import DecodeModel
-from fastweights.ops.linear import Linear, NormSums
+from fastweights.ops.linear import FusedLinear, NormSums
 from fastweights.ops.step import can_overlap
 
 pytestmark = kernels
@@ -42,7 +42,7 @@ def empty_sums(rows: int, width: int, centred: bool) -> NormSums:
 def written(rows: int, width: int, k: int, dtype: torch.dtype, sums: NormSums | None) -> Tensor:
     """Rows that a linear added to, its sums left in `sums`; what lies before and behind is not a number."""
     writer, x, before, expected = layer_case(WRITER, rows, width, k, dtype, "kernel")
-    writer.scratch.sums.fill_(math.nan)
+    writer.workspace.sums.fill_(math.nan)
     hidden = F.pad(before, (0, 0, 1, 1), value=math.nan)[1:-1]
     writer(x, hidden, add=True, sums=sums)
     assert_close("written", hidden.cpu(), expected, TOLERANCES[dtype])
@@ -53,7 +53,7 @@ def written(rows: int, width: int, k: int, dtype: torch.dtype, sums: NormSums | 
 @pytest.mark.parametrize("k", [40, 1100], ids=["short", "long"])
 @pytest.mark.parametrize("rows", [2, 17, 33, 65])
 @pytest.mark.parametrize("norm", READERS)
-def test_the_writer_of_the_rows_leaves_their_sums(norm: str, rows: int, k: int, dtype: torch.dtype) -> None:
+def test_writer_leaves_sums_for_the_next_norm(norm: str, rows: int, k: int, dtype: torch.dtype) -> None:
     sums = empty_sums(rows, WIDTH, norm == "layer")
     hidden = written(rows, WIDTH, k, dtype, sums)
     used = sums.parts * rows * (2 if sums.centred else 1)
@@ -74,7 +74,7 @@ def test_the_writer_of_the_rows_leaves_their_sums(norm: str, rows: int, k: int, 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("norm", READERS)
-def test_more_parts_than_are_read_at_once(norm: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_partial_sums_than_fit_one_load(norm: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastweights.ops.linear.multiprocessors", lambda _: 132)
     rows, width = 3, 130 * 16 - 5
     sums = empty_sums(rows, width, norm == "layer")
@@ -85,7 +85,7 @@ def test_more_parts_than_are_read_at_once(norm: str, dtype: torch.dtype, monkeyp
 
 
 @pytest.mark.parametrize("norm", READERS)
-def test_one_row_neither_leaves_sums_nor_takes_them(norm: str) -> None:
+def test_one_row_neither_writes_nor_reads_sums(norm: str) -> None:
     sums = empty_sums(1, WIDTH, norm == "layer")
     sums.parts = 3
     hidden = written(1, WIDTH, 40, torch.float32, sums)
@@ -95,14 +95,14 @@ def test_one_row_neither_leaves_sums_nor_takes_them(norm: str) -> None:
     assert_close("out", reader(hidden, out, sums=sums).cpu(), expected, 2e-6)
 
 
-def test_sums_of_squares_alone_are_not_enough_for_a_layer_norm() -> None:
+def test_layer_norm_does_not_use_sums_of_squares_alone() -> None:
     sums = empty_sums(5, WIDTH, centred=False)
     hidden = written(5, WIDTH, 40, torch.float32, sums)
     reader, _, out, expected = layer_case(READERS["layer"], 5, COLUMNS, WIDTH, torch.float32, "kernel", hidden)
     assert_close("out", reader(hidden, out, sums=sums).cpu(), expected, 2e-6)
 
 
-def test_rows_of_one_large_number() -> None:
+def test_layer_norm_of_large_constant_rows_is_finite() -> None:
     """A layer norm's variance is a difference: never less than none, whatever is rounded."""
     rows, (writer, x, _, _) = 16, layer_case(WRITER, 16, WIDTH, 40, torch.float32, "kernel")
     writer.bias, sums = None, empty_sums(rows, WIDTH, centred=True)
@@ -129,15 +129,15 @@ def test_decode_model_passes_norm_sums_between_linears(
     family: str, settings: dict[str, Any], batch: int, given: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Step after step the model's own logits; sums that no linear of the step has left are not a number."""
-    counts, parts_given = [], Linear._parts_given
+    counts, parts_given = [], FusedLinear._parts_given
 
-    def spy(self: Linear, sums: NormSums | None) -> int:
+    def spy(self: FusedLinear, sums: NormSums | None) -> int:
         found = parts_given(self, sums)
         if self.norm is not None:
             counts.append(found)
         return found
 
-    monkeypatch.setattr(Linear, "_parts_given", spy)
+    monkeypatch.setattr(FusedLinear, "_parts_given", spy)
     model = fw.convert(pretrained(family), fw.FastWeightsConfig(**settings)).eval().to(DEVICE)
     decoder, text = DecodeModel(model, batch, kernels=True), tokens(batch, 6).to(DEVICE)
     with torch.no_grad():
@@ -152,7 +152,7 @@ def test_decode_model_passes_norm_sums_between_linears(
             assert given == 0 or max(counts) > 1 or DEVICE == "cuda"
 
 
-def test_what_torch_adds_to_the_rows_is_in_no_sums() -> None:
+def test_sums_are_dropped_when_torch_changes_the_rows() -> None:
     """As if a model normed what only one of a block's halves adds."""
     model = fw.convert(pretrained("gemma2"), fw.FastWeightsConfig(m=6)).eval().to(DEVICE)
     for normed in (0, 1):
@@ -170,7 +170,7 @@ def test_what_torch_adds_to_the_rows_is_in_no_sums() -> None:
 @pytest.mark.parametrize("rows", [2, 32, 64, 256])
 @pytest.mark.parametrize("norm", READERS)
 @pytest.mark.parametrize(("width", "k"), [(576, 1536), (2048, 8192)])
-def test_handed_on_sums_have_the_same_bits_every_time(width: int, k: int, norm: str, rows: int) -> None:
+def test_passed_sums_are_bitwise_reproducible(width: int, k: int, norm: str, rows: int) -> None:
     """Writers and readers that start while the one before still runs, with one place for the sums."""
     writer, x, before, _ = layer_case(WRITER, rows, width, k, torch.bfloat16, "kernel")
     hidden, sums = before.clone(), empty_sums(rows, width, norm == "layer")

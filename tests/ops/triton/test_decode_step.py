@@ -18,7 +18,7 @@ import fastweights as fw
 from fastweights import ops
 from fastweights.decode.model import DecodeModel
 from fastweights.decode.sampler import Sampler, SamplerMode
-from fastweights.ops.linear import Chip, tiles
+from fastweights.ops.linear import DeviceLimits, choose_tile
 from fastweights.ops.step import Rotary, has_kernels, step, step_kernel, step_torch
 from fastweights.rules import RULES
 
@@ -72,7 +72,7 @@ def run(way: str, rule: str, x: dict[str, Any], normalize: bool, **options: Any)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=case_name)
-def test_a_step_is_the_rules_step(case: tuple[str, bool], size: tuple[int, ...], way: str) -> None:
+def test_step_matches_the_rule(case: tuple[str, bool], size: tuple[int, ...], way: str) -> None:
     rule, normalize = case
     x = inputs(rule, size, normalize)
     y, state = run(way, rule, x, normalize)
@@ -83,7 +83,7 @@ def test_a_step_is_the_rules_step(case: tuple[str, bool], size: tuple[int, ...],
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("rule", RULES)
-def test_a_step_on_views_of_a_packed_buffer_in_bfloat16(rule: str, way: str) -> None:
+def test_step_on_views_of_packed_bfloat16_buffer(rule: str, way: str) -> None:
     """As the decode model has them: rows far apart, and a feature map's output that is laid out in another order."""
     x = inputs(rule, (3, 2, 2, 6, 5), False)
     for name in ("q", "k", "v"):
@@ -98,23 +98,23 @@ def test_a_step_on_views_of_a_packed_buffer_in_bfloat16(rule: str, way: str) -> 
 
 
 @pytest.mark.parametrize("way", WAYS[1:])
-def test_a_kernel_turns_queries_and_keys_and_scales_keys(way: str) -> None:
-    from fastweights.modeling.layer import rotate
+def test_step_kernel_applies_rope_and_key_scale(way: str) -> None:
+    from fastweights.modeling.layer import apply_rotary
 
     x = inputs("decay", (2, 3, 2, 5, 9), False)
     cos, sin, scale = numbers(2, 8, seed=9), numbers(2, 8, seed=10), numbers(3, 9, seed=11)
-    planes = torch.tensor([[0, 5, 6], [1, 2, 3], [7, 0, 1]])
-    rotary = Rotary(*(tensor.to(DEVICE) for tensor in (cos, sin, planes)))
+    pairs = torch.tensor([[0, 5, 6], [1, 2, 3], [7, 0, 1]])
+    rotary = Rotary(*(tensor.to(DEVICE) for tensor in (cos, sin, pairs)))
     y, state = run(way, "decay", x, False, rotary=rotary, key_scale=scale.to(DEVICE))
     for name in ("q", "k"):
-        x[name] = rotate(x[name][:, None], cos[:, None], sin[:, None], planes)[:, 0]
+        x[name] = apply_rotary(x[name][:, None], cos[:, None], sin[:, None], pairs)[:, 0]
     x["k"] = x["k"] * scale
     expected, expected_state = truth("decay", x, False)
     assert_close("y", y, expected, 2e-6)
     assert_close("state", state, expected_state, 1e-6)
 
 
-def test_without_a_gpu_a_step_is_torchs() -> None:
+def test_step_without_gpu_uses_torch() -> None:
     x = inputs("delta", (2, 3, 2, 5, 7), True)
     states = [x["state"].clone(), x["state"].clone()]
     found, expected = (
@@ -142,7 +142,7 @@ LINEARS = [
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("rows", [1, 2, 21, 130])
 @pytest.mark.parametrize("case", LINEARS, ids=str)
-def test_a_linear_layer_and_what_stands_around_it(case: tuple[Any, ...], rows: int, way: str) -> None:
+def test_fused_linear_matches_float64(case: tuple[Any, ...], rows: int, way: str) -> None:
     layer, x, out, expected = layer_case(case, rows, 37, 150, torch.float32, way)
     found = layer(x, out, case[-1])
     assert_close("out", found.cpu(), expected, 2e-6)
@@ -154,7 +154,7 @@ def test_a_linear_layer_and_what_stands_around_it(case: tuple[Any, ...], rows: i
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 2, 21, 130])
 @pytest.mark.parametrize("case", LINEARS, ids=str)
-def test_a_linear_kernel_in_half_precision(case: tuple[Any, ...], rows: int, dtype: torch.dtype, way: str) -> None:
+def test_fused_linear_in_half_precision(case: tuple[Any, ...], rows: int, dtype: torch.dtype, way: str) -> None:
     """A norm's sums by the tensor cores."""
     layer, x, out, expected = layer_case(case, rows, 37, 150, dtype, way)
     assert_close("out", layer(x, out, case[-1]).cpu(), expected, 1e-2 if dtype == torch.bfloat16 else 2e-3)
@@ -166,7 +166,7 @@ def test_a_linear_kernel_in_half_precision(case: tuple[Any, ...], rows: int, dty
 @pytest.mark.parametrize(
     "case", [case for case in LINEARS if case[2] == "none"] + [("relu", False, "none", True, False)]
 )
-def test_programs_share_a_long_sum(
+def test_split_k_matches_float64(
     case: tuple[Any, ...],
     rows: int,
     k: int,
@@ -177,15 +177,15 @@ def test_programs_share_a_long_sum(
 ) -> None:
     monkeypatch.setattr("fastweights.ops.linear.multiprocessors", lambda _: 11)
     layer, x, out, expected = layer_case(case, rows, 37, k, dtype, way)
-    assert tiles(rows, 37, k, False, False, dtype, H100._replace(processors=11)).split == split
-    layer.scratch.sums.fill_(math.nan)
+    assert choose_tile(rows, 37, k, False, False, dtype, H100._replace(processors=11)).split == split
+    layer.workspace.sums.fill_(math.nan)
     again = out.clone()
     assert_close("out", layer(x, out, case[-1]).cpu(), expected, 2e-6 if dtype == torch.float32 else 1e-2)
-    assert not layer.scratch.arrived.any(), "ready for the next kernel"
+    assert not layer.workspace.arrivals.any(), "ready for the next kernel"
     assert torch.equal(layer(x, again, case[-1]), out)
 
 
-H100, L4 = Chip(132, 227 * 1024, warp_groups=True), Chip(58, 99 * 1024, warp_groups=False)
+H100, L4 = DeviceLimits(132, 227 * 1024, warp_groups=True), DeviceLimits(58, 99 * 1024, warp_groups=False)
 
 
 @needs_triton
@@ -193,12 +193,12 @@ H100, L4 = Chip(132, 227 * 1024, warp_groups=True), Chip(58, 99 * 1024, warp_gro
 @pytest.mark.parametrize(("columns", "k"), [(1, 1), (576, 1536), (2016, 576), (49152, 576), (4096, 14336)])
 @pytest.mark.parametrize("chip", [H100, L4], ids=["H100", "L4"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_tiles_are_what_tensor_cores_and_memory_allow(
-    rows: int, columns: int, k: int, chip: Chip, dtype: torch.dtype
+def test_tiles_fit_tensor_cores_and_shared_memory(
+    rows: int, columns: int, k: int, chip: DeviceLimits, dtype: torch.dtype
 ) -> None:
     settings = [(False, False, False), *((gated, True, given) for gated in (False, True) for given in (False, True))]
     for gated, normed, given in settings:
-        tile, halves = tiles(rows, columns, k, gated, normed, dtype, chip, given), 2 if gated else 1
+        tile, halves = choose_tile(rows, columns, k, gated, normed, dtype, chip, given), 2 if gated else 1
         assert tile.warps in (4, 8)
         if rows == 1:
             assert tile.rows == 1 and tile.depth >= k
@@ -219,7 +219,7 @@ def test_tiles_are_what_tensor_cores_and_memory_allow(
 
 
 @needs_triton
-def test_tiles_are_those_that_were_the_fastest() -> None:
+def test_chosen_tiles_are_those_measured_fastest() -> None:
     """Of an H200's measurements at the sizes of SmolLM2-135M (columns, inner numbers, gated, normed), a norm's sums
     given."""
     sizes = [(2016, 576, False, True), (576, 576, False, False), (1536, 576, True, True), (576, 1536, False, False)]
@@ -229,12 +229,12 @@ def test_tiles_are_those_that_were_the_fastest() -> None:
         256: [(64, 64), (64, 32), (128, 32), (64, 32), (128, 256)],
     }
     for rows, expected in fastest.items():
-        assert [tiles(rows, *size, torch.bfloat16, H100, sums_given=size[3])[:2] for size in sizes] == expected
-    assert tiles(32, *sizes[3], torch.bfloat16, H100).split == 3
+        assert [choose_tile(rows, *size, torch.bfloat16, H100, sums_given=size[3])[:2] for size in sizes] == expected
+    assert choose_tile(32, *sizes[3], torch.bfloat16, H100).split == 3
 
 
 @needs_triton
-def test_no_copy_can_overwrite_what_the_tensor_cores_read() -> None:
+def test_pipeline_copies_do_not_overwrite_tiles_in_use() -> None:
     """In the code that is made for a GPU that need not be there."""
     printed = run_compiling("compile_linear", "32", "256")
     lines = [line for line in printed.splitlines() if " bytes, " in line]
@@ -271,7 +271,7 @@ def test_decode_model_with_kernels_matches_the_model(
 
 
 @pytest.mark.parametrize("way", WAYS[1:])
-def test_logits_are_of_the_models_dtype(way: str) -> None:
+def test_logits_have_dtype_of_the_model(way: str) -> None:
     """As the model's own are; what is drawn is computed in float32."""
     model = fw.convert(pretrained("llama"), fw.FastWeightsConfig(m=6)).eval().to(DEVICE, torch.bfloat16)
     decoder, text = DecodeModel(model, 3, kernels=True), tokens(3, 1).to(DEVICE)

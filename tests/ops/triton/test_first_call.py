@@ -32,9 +32,9 @@ SIZES = [(1, 6, 0), (37, 6, 0), (40, 70, 0), (129, 3, 8), (300, 70, 8)]
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """What was to be compiled, call by call, as if there was something to compile here."""
-    found: list[list[compile.Launch]] = []
+    found: list[list[compile.KernelCall]] = []
     monkeypatch.setattr(launch, "_can_compile", lambda device: device.type == DEVICE)
-    monkeypatch.setattr(launch, "compile_together", lambda launches, device: found.append(launches))
+    monkeypatch.setattr(launch, "compile_in_parallel", lambda launches, device: found.append(launches))
     launch.plan_for.cache_clear()
     yield found
     launch.plan_for.cache_clear()
@@ -48,14 +48,14 @@ def looks(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: di
 
 @every_rule
 @pytest.mark.parametrize(("T", "d", "processors"), SIZES)
-def test_what_is_compiled_is_what_is_launched(
-    rule: str, T: int, d: int, processors: int, calls: list[list[compile.Launch]], monkeypatch: pytest.MonkeyPatch
+def test_compiled_kernels_are_those_launched(
+    rule: str, T: int, d: int, processors: int, calls: list[list[compile.KernelCall]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched: list[str] = []
     collect = launch.run
 
     def run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], **options: Any) -> None:
-        if compile.collected.get() is None:
+        if compile.recording.get() is None:
             launched.append(looks(kernel, grid, args, options))
         else:
             collect(kernel, grid, args, **options)
@@ -85,14 +85,16 @@ def test_what_is_compiled_is_what_is_launched(
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes masked pairs too
 @every_rule
-def test_a_call_is_as_before(rule: str, calls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_right_with_and_without_parallel_compiling(
+    rule: str, calls: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inputs = {name: x.to(DEVICE) for name, x in op_inputs(rule, T=20, H=1).items()}
     found = [run_with_gradients(rule, inputs, backend="triton")]
 
     def fail(*_: Any) -> None:
         raise RuntimeError("no compiler")
 
-    for name in ("compile_together", "launches_of"):
+    for name in ("compile_in_parallel", "record_calls"):
         monkeypatch.setattr(launch, name, fail)
         launch.plan_for.cache_clear()
         found.append(run_with_gradients(rule, inputs, backend="triton"))
@@ -102,7 +104,7 @@ def test_a_call_is_as_before(rule: str, calls: Any, monkeypatch: pytest.MonkeyPa
         assert_all_close(results, expected, 1e-5)
 
 
-def test_once_for_a_shape_with_and_without_gradients(calls: Any) -> None:
+def test_compiles_once_per_shape_with_and_without_gradients(calls: Any) -> None:
     def call(train: bool, T: int = 20) -> None:
         leaves = {name: x.to(DEVICE).requires_grad_(train) for name, x in op_inputs("add", T=T, H=1).items()}
         run_op("add", leaves, backend="triton")
@@ -115,14 +117,14 @@ def test_once_for_a_shape_with_and_without_gradients(calls: Any) -> None:
     assert len(calls) == 3
 
 
-def test_what_lies_at_an_odd_address_is_left_to_its_launch(calls: Any) -> None:
+def test_unaligned_inputs_compile_at_launch(calls: Any) -> None:
     inputs = {name: x.to(DEVICE) for name, x in op_inputs("add", H=1).items()}
     inputs["k"] = torch.cat([inputs["k"].flatten()[:1], inputs["k"].flatten()])[1:].view_as(inputs["k"])
     run_op("add", inputs, backend="triton")
     assert not calls
 
 
-def test_not_on_a_cpu_nor_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_compiling_on_cpu_or_during_graph_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     for capturing in (False, True):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda answer=capturing: answer)
         assert launch._can_compile(torch.device("cuda", 0)) is not capturing
@@ -131,7 +133,7 @@ def test_not_on_a_cpu_nor_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.gpu
 @every_rule
-def test_on_a_gpu(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_call_on_gpu(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import triton
 
     compiled: list[str] = []
@@ -148,7 +150,7 @@ def test_on_a_gpu(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(compiled) >= 6 and all(name.startswith("ThreadPoolExecutor") for name in compiled)
 
 
-def test_triton_compiles_once_and_in_threads(tmp_path: Path) -> None:
+def test_triton_compiles_once_in_threads(tmp_path: Path) -> None:
     found = json.loads(run_compiling("compile_first_call", "decay", TRITON_CACHE_DIR=str(tmp_path)))
     assert found["compiled"] == ["a thread"] * 6, "a launch compiles again what it does not find"
     assert found["loaded"] == ["a thread on device 0"] * 6

@@ -18,7 +18,7 @@ from fastweights.rules import RULES
 
 pytest.importorskip("triton")
 from fastweights.ops.triton import _plan, launch, rule_op, tiled, wy
-from fastweights.ops.triton.parts import SIZES as CHANGING_SIZES
+from fastweights.ops.triton.primitives import SIZES as CHANGING_SIZES
 
 # the interpreter computes masked pairs too, whose running products may overflow
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -70,40 +70,42 @@ def check(
 
 @every_rule
 @pytest.mark.parametrize(("T", "m", "d"), SIZES)
-def test_sizes(rule: str, T: int, m: int, d: int) -> None:
+def test_kernels_match_loop_for_odd_sizes(rule: str, T: int, m: int, d: int) -> None:
     check(rule, {}, B=1, T=T, H=2, m=m, d=d)
 
 
 @every_case
 @pytest.mark.parametrize("kind", ["mask", "reset", "mask+reset"])
-def test_padding_and_documents(rule: str, normalize: bool, kind: str) -> None:
+def test_kernels_match_loop_with_padding_and_documents(rule: str, normalize: bool, kind: str) -> None:
     check(rule, op_flags(kind, 2, 37), normalize=normalize, T=37, H=1, m=5, d=6)
 
 
 @every_rule
 @pytest.mark.parametrize("kind", ["none", "mask+reset"])
-def test_time_in_segments(rule: str, kind: str, processors: Any) -> None:
+def test_kernels_match_loop_with_time_in_segments(rule: str, kind: str, processors: Any) -> None:
     processors(3)
     flags = op_flags(kind, 1, 300) if kind != "none" else {}
     check(rule, flags, B=1, T=300, H=1, m=4, d=3)
-    plan = launch.plan_for(launch.Shape(rule, 1, 300, 1, 4, 3, torch.float32, kind != "none", torch.device(DEVICE)))
-    assert plan.parts > 1 and plan.back_parts > 1
+    plan = launch.plan_for(
+        launch.ProblemShape(rule, 1, 300, 1, 4, 3, torch.float32, kind != "none", torch.device(DEVICE))
+    )
+    assert plan.segments > 1 and plan.backward_segments > 1
 
 
 @every_rule
-def test_grouped_queries_and_no_state(rule: str) -> None:
+def test_kernels_match_loop_with_grouped_queries(rule: str) -> None:
     check(rule, {}, T=18, H=2, m=3, d=4, groups=3, state=False)
 
 
 @every_rule
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(rule: str, dtype: torch.dtype) -> None:
+def test_kernels_match_loop_in_half_precision(rule: str, dtype: torch.dtype) -> None:
     check(rule, {}, dtype, T=40, H=1, m=20, d=18, low=-1.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rule", ["add", "gated", "delta"])
-def test_normalised_in_half_precision(rule: str, dtype: torch.dtype) -> None:
+def test_normalized_kernels_match_loop_in_half_precision(rule: str, dtype: torch.dtype) -> None:
     """Divided before it is rounded: sums of keys leave float16's range."""
     inputs = op_inputs(rule, T=40, H=1, m=16, d=18, normalize=True, state=False)
     inputs |= {name: 200 * inputs[name] for name in "q" if rule != "delta"}
@@ -114,7 +116,7 @@ def test_normalised_in_half_precision(rule: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("gate", ["f_logit", "z_logit"])
-def test_a_gate_that_is_not_a_number_is_seen(gate: str) -> None:
+def test_nan_gate_gives_nan_output(gate: str) -> None:
     inputs = {name: x.to(DEVICE) for name, x in op_inputs("decay", T=20, H=1).items()}
     inputs[gate][:, 3] = math.nan
     y, _ = run_op("decay", inputs, backend="triton")
@@ -123,12 +125,12 @@ def test_a_gate_that_is_not_a_number_is_seen(gate: str) -> None:
 
 @pytest.mark.parametrize(("low", "high"), [(-30.0, -9.0), (-10.0, -10.0), (9.0, 20.0), (-12.0, 12.0)])
 @pytest.mark.parametrize("rule", ["gated", "decay"])
-def test_extreme_gates(rule: str, low: float, high: float) -> None:
+def test_kernels_match_loop_with_extreme_gates(rule: str, low: float, high: float) -> None:
     check(rule, {}, T=50, H=1, m=4, d=5, low=low, high=high)
 
 
 @every_rule
-def test_only_the_state_is_asked_for(rule: str) -> None:
+def test_gradient_through_state_alone_matches_loop(rule: str) -> None:
     inputs = op_inputs(rule, T=20, H=1)
     grads = {}
     for backend in ("loop", "triton"):
@@ -139,17 +141,17 @@ def test_only_the_state_is_asked_for(rule: str) -> None:
 
 
 @every_rule
-def test_without_gradients_nothing_is_kept(rule: str) -> None:
+def test_nothing_is_saved_without_gradients(rule: str) -> None:
     inputs = {name: x.to(DEVICE) for name, x in op_inputs(rule, T=33, H=1).items()}
     y, state = run_op(rule, inputs, backend="triton")
     expected = run_op(rule, inputs, backend="loop")
     assert_all_close({"y": y, "state": state}, dict(zip(("y", "state"), expected, strict=True)), 1e-5)
     q, k, v = (inputs[name] for name in "qkv")
-    assert _plan(rule, q, k, v, None).saved_shapes(keep=False)[0][0] == 0
+    assert _plan(rule, q, k, v, None).saved_shapes(save_states=False)[0][0] == 0
 
 
 @every_rule
-def test_torch_knows_the_operators(rule: str, processors: Any) -> None:
+def test_custom_operators_pass_opcheck(rule: str, processors: Any) -> None:
     processors(3)
     inputs = {name: x.to(DEVICE) for name, x in op_inputs(rule, B=1, T=300, H=1, m=4, d=3).items()}
     gates = [x if x.ndim == 4 else x[..., None] for name, x in inputs.items() if name.endswith("logit")]
@@ -206,7 +208,7 @@ class FakeKernel:
         return jitted
 
 
-def test_a_kernel_is_looked_up_once() -> None:
+def test_compiled_kernel_is_looked_up_once() -> None:
     kernel, x, options = FakeKernel(), torch.zeros(8), {"FLAG": True, "num_warps": 4, "WIDTH": 3}
     for _ in range(2):
         launch.run(kernel, (5, 2), (x, 7), **options)
@@ -218,13 +220,13 @@ def test_a_kernel_is_looked_up_once() -> None:
     assert [call[0] for call in kernel.calls] == ["compile"] * 4
 
 
-def test_constants_come_last() -> None:
+def test_kernel_constants_are_last_arguments() -> None:
     """launch.run gives a compiled kernel its arguments first, then what it is specialised for."""
     every = (tiled.forward, tiled.backward, tiled.segment_sums, tiled.scan_segments)
     for kernel in (*every, wy.forward, wy.backward, wy.solve, wy.scan_segments):
         constant = [name.isupper() for name in kernel.arg_names]
         assert constant == sorted(constant) and any(constant)
-        numbers = kernel.arg_names[kernel.arg_names.index("length" if "length" in kernel.arg_names else "parts") :]
+        numbers = kernel.arg_names[kernel.arg_names.index("length" if "length" in kernel.arg_names else "segments") :]
         assert {name for name in numbers if name.islower()} <= set(CHANGING_SIZES), (
             "Triton would compile for such a number"
         )
@@ -248,7 +250,7 @@ def test_compiles_once_for_all_lengths(rule: str, processors: Any) -> None:
 
 
 @every_rule
-def test_a_text_of_two_million_tokens_can_be_launched(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_million_tokens_can_be_launched(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A grid's second dimension ends at 65535."""
     grids: list[tuple[int, ...]] = []
     monkeypatch.setattr(launch, "run", lambda kernel, grid, args, **options: grids.append(grid))
@@ -262,7 +264,7 @@ def test_a_text_of_two_million_tokens_can_be_launched(rule: str, monkeypatch: py
 # --- which backend runs
 
 
-def test_auto_is_triton_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_uses_triton_on_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     for name in ops.BACKENDS:
         monkeypatch.setitem(ops.BACKENDS, name, lambda *a, name=name: asked.append(name) or ops.loop(*a))
@@ -270,7 +272,7 @@ def test_auto_is_triton_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == ["triton" if DEVICE == "cuda" else "chunked"]
 
 
-def test_triton_says_what_keeps_it_from_running(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_error_names_unsupported_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match=r"'triton' cannot run here: it needs a CUDA device.*on cpu.*'auto'"):
         run_op("add", op_inputs("add"), backend="triton")
@@ -297,5 +299,5 @@ def test_triton_says_what_keeps_it_from_running(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.parametrize(("T", "m", "d"), [(1000, 32, 64), (3000, 16, 64), (513, 64, 80), (400, 128, 256)])
 @every_rule
-def test_full_size(rule: str, dtype: torch.dtype, T: int, m: int, d: int) -> None:
+def test_kernels_match_loop_at_full_size(rule: str, dtype: torch.dtype, T: int, m: int, d: int) -> None:
     check(rule, op_flags("mask+reset", 2, T), dtype, T=T, H=3, m=m, d=d)

@@ -17,18 +17,18 @@ from torch import Tensor
 
 from fastweights.decode.engine import prefill
 from fastweights.decode.model import DecodeModel
-from fastweights.modeling.layer import rotate
+from fastweights.modeling.layer import apply_rotary
 from fastweights.ops.step import WINDOW_TILE, Rotary, can_overlap, has_window_kernel, window_kernel
 
 pytestmark = [needs_triton, pytest.mark.filterwarnings("ignore")]
-# B, S, G, d, w, planes: odd ones, single ones, more queries than a tile's smallest, heads of 64
+# B, S, G, d, w, pairs: odd ones, single ones, more queries than a tile's smallest, heads of 64
 SIZES = [(3, 2, 2, 5, 7, 2), (2, 1, 1, 1, 1, 0), (1, 1, 17, 8, 3, 1), (2, 3, 3, 64, 64, 32), (1, 2, 1, 96, 33, 16)]
 DTYPES = [(torch.float32, 2e-6), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)]
 
 
 def case(size: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
     """Rings that are empty, filling, just full, and have gone round; places that hold no token yet are poisoned."""
-    B, S, G, d, w, planes = size
+    B, S, G, d, w, pairs = size
     x: dict[str, Any] = dict(
         keys=numbers(B, S, w, d, seed=1),
         values=numbers(B, S, w, d, seed=2),
@@ -41,19 +41,21 @@ def case(size: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
     for row, position in enumerate(x["positions"].tolist()):
         for name in ("keys", "values"):
             x[name][row, :, position:] = x[name][row, :, position:] if position >= w else math.nan
-    if planes:
-        angles = numbers(B, planes + 1, seed=6)
-        chosen = torch.stack([torch.randperm(planes + 1)[:planes] for _ in range(S)])
+    if pairs:
+        angles = numbers(B, pairs + 1, seed=6)
+        chosen = torch.stack([torch.randperm(pairs + 1)[:pairs] for _ in range(S)])
         x["rotary"] = Rotary(angles.cos(), angles.sin(), chosen)
     return x
 
 
-def truth(x: dict[str, Any], softcap: float | None, far: Tensor | None, share: Tensor | None) -> dict[str, Tensor]:
+def truth(
+    x: dict[str, Any], softcap: float | None, rule_output: Tensor | None, share: Tensor | None
+) -> dict[str, Tensor]:
     dtype, (S, w) = x["keys"].dtype, x["keys"].shape[1:3]
     keys, values, q, k, v = (x[name].double() for name in ("keys", "values", "q", "k", "v"))
     if "rotary" in x:
-        cos, sin, planes = x["rotary"]
-        q, k = (rotate(t[:, None], cos.double()[:, None], sin.double()[:, None], planes)[:, 0] for t in (q, k))
+        cos, sin, pairs = x["rotary"]
+        q, k = (apply_rotary(t[:, None], cos.double()[:, None], sin.double()[:, None], pairs)[:, 0] for t in (q, k))
     y = torch.zeros_like(q)
     for b, position in enumerate(x["positions"].tolist()):
         keys[b, :, position % w], values[b, :, position % w] = k[b].to(dtype).double(), v[b]
@@ -64,8 +66,8 @@ def truth(x: dict[str, Any], softcap: float | None, far: Tensor | None, share: T
             if softcap is not None:
                 logits = softcap * torch.tanh(logits / softcap)
             y[b, head] = logits.softmax(0) @ values[b, ring, :count]
-    if far is not None and share is not None:
-        y = torch.lerp(far.double(), y, share.double())
+    if rule_output is not None and share is not None:
+        y = torch.lerp(rule_output.double(), y, share.double())
     return dict(y=y, keys=keys, values=values)
 
 
@@ -73,20 +75,20 @@ def truth(x: dict[str, Any], softcap: float | None, far: Tensor | None, share: T
 @pytest.mark.parametrize("softcap", [None, 0.7])
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_a_windows_step(
+def test_window_step_matches_float64(
     size: tuple[int, ...], mixed: bool, softcap: float | None, dtype: torch.dtype, tolerance: float
 ) -> None:
     x, heads = case(size, dtype), size[1] * size[2]
-    far = numbers(size[0], heads, size[3], seed=7).to(dtype) if mixed else None
+    rule_output = numbers(size[0], heads, size[3], seed=7).to(dtype) if mixed else None
     share = numbers(heads, 1, seed=8).sigmoid().to(dtype) if mixed else None
-    expected = truth(x, softcap, far, share)
+    expected = truth(x, softcap, rule_output, share)
     rotary = Rotary(*(t.to(DEVICE) for t in x.pop("rotary"))) if "rotary" in x else None
     x = {name: tensor.to(DEVICE) for name, tensor in x.items()}
     packed = torch.cat([x[name].flatten(1) for name in ("q", "k", "v")], dim=1)  # as views of one buffer
     q, k, v = packed.split([x[name][0].numel() for name in ("q", "k", "v")], dim=1)
     views = (q.unflatten(1, (heads, -1)), k.unflatten(1, (size[1], -1)), v.unflatten(1, (size[1], -1)))
     y = torch.full_like(x["q"], math.nan)
-    mix = [None if t is None else t.to(DEVICE) for t in (far, share)]
+    mix = [None if t is None else t.to(DEVICE) for t in (rule_output, share)]
     window_kernel(x["keys"], x["values"], x["positions"], *views, y, rotary, softcap, *mix)
     assert_close("y", y.cpu(), expected["y"], tolerance)
     for name in ("keys", "values"):
@@ -95,7 +97,7 @@ def test_a_windows_step(
         assert_close(name, x[name].cpu()[there], expected[name][there], tolerance)
 
 
-def test_which_windows_a_program_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_window_kernel_needs_a_window_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cpu")
     assert all(has_window_kernel(width, d, device) for width, d in ((64, 64), (WINDOW_TILE // 64, 64), (1, 1)))
     assert not any(has_window_kernel(width, d, device) for width, d in ((WINDOW_TILE // 64 + 1, 64), (64, 257)))
@@ -123,7 +125,7 @@ def test_decode_model_with_window_kernels_matches_the_model(family: str, setting
 
 
 @pytest.mark.gpu
-def test_the_same_bits_every_time() -> None:
+def test_window_step_is_bitwise_reproducible() -> None:
     x = {name: t.to(DEVICE) for name, t in case((3, 3, 3, 64, 64, 0), torch.bfloat16).items()}
     found = []
     for _ in range(50):
