@@ -1,7 +1,7 @@
-"""Checkpoints of a training run: written to a temporary folder and renamed, so that what is there is whole.
+"""Checkpoints of a training run.
 
-A run's folder:  checkpoints/STEP/ (a saved model, training.safetensors, progress.json), best and last (links to
-two of them), run.json (what was asked for), log.jsonl (a line for each step), result.json (at the end).
+A run's folder holds checkpoints/STAGE-STEP/ (a saved model, training.safetensors, progress.json), `best` and `last`
+(links to two of them), run.json (the TrainConfig), log.jsonl (a line for each step) and, at the end, result.json.
 """
 
 from __future__ import annotations
@@ -15,18 +15,28 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from fastweights.utils.errors import CheckpointError
 from fastweights.utils.files import atomic_folder, write_json, write_tensors, write_text
 
 CHECKPOINTS, LAST, BEST = "checkpoints", "last", "best"
 TRAINING, PROGRESS, RUN, LOG, RESULT = "training.safetensors", "progress.json", "run.json", "log.jsonl", "result.json"
+STUDENT = "student."  # prefix of unmerged weights in training.safetensors
+FULL_ON_CPU = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 @dataclass
 class Progress:
-    """How far a run has come. `stage_step` counts the steps finished in stage number `stage`, `step` all of them."""
+    """How far a run has come. `stage_step` counts the steps finished in stage number `stage`, `step` all of them.
+
+    data, validation_data: Number of tokens and checksum of the texts, to recognise them when the run is resumed.
+    """
 
     stage: int = 0
     stage_step: int = 0
@@ -45,7 +55,7 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; put it back, or begin a new run") from error
+        raise CheckpointError(f"{path} cannot be read: {error}; restore it, or start a new run") from error
 
 
 def link(folder: Path, name: str, checkpoint: Path) -> None:
@@ -54,12 +64,12 @@ def link(folder: Path, name: str, checkpoint: Path) -> None:
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(Path(CHECKPOINTS) / checkpoint.name)
     if (folder / name).is_dir() and not (folder / name).is_symlink():
-        shutil.rmtree(folder / name)  # a run that was copied may have folders for its links
+        shutil.rmtree(folder / name)  # a run that was copied may have folders in place of its links
     temporary.replace(folder / name)
 
 
 def linked(folder: Path, name: str) -> Path | None:
-    """The checkpoint that `best` or `last` stands for; None where there is none yet."""
+    """The checkpoint that `best` or `last` points at; None where there is none yet."""
     checkpoint = folder / name
     return checkpoint.resolve() if (checkpoint / PROGRESS).is_file() else None
 
@@ -76,8 +86,19 @@ def write_checkpoint(
     training: dict[str, Tensor],
     progress: Progress,
 ) -> None:
-    """Save everything that a run needs to go on, and let go of what it no longer needs. On any failure what was there
-    before is untouched."""
+    """Write a checkpoint and delete those that are no longer needed.
+
+    Args:
+        folder: The run's folder.
+        model: The model to save, with LoRA merged.
+        weights: Its weights, from `model_weights`.
+        tokenizer: Saved beside the model.
+        training: What to resume from, from `training_tensors`.
+        progress: How far the run has come.
+
+    Raises:
+        CheckpointError: It cannot be written. What was there before is unchanged.
+    """
     target = folder / CHECKPOINTS / f"{progress.stage}-{progress.step:07d}"
     try:
         if not (target / TRAINING).is_file():  # the best checkpoint is there without it
@@ -86,7 +107,7 @@ def write_checkpoint(
                 _save_tokenizer(tokenizer, temporary)
                 write_tensors(temporary / TRAINING, training)
                 write_json(temporary / PROGRESS, asdict(progress))
-        # best before last: a run killed in between comes here again
+        # best before last: a run that is killed in between writes this checkpoint again
         if progress.best is not None and progress.best["step"] == progress.step:
             link(folder, BEST, target)
         link(folder, LAST, target)
@@ -98,79 +119,86 @@ def write_checkpoint(
 def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
     try:
         tokenizer.save_pretrained(folder)
-    except Exception as error:  # the tokenizers library has no kind of its own for a full disk
+    except Exception as error:  # the tokenizers library raises a plain Exception where the disk is full
         raise OSError(str(error)) from error
 
 
 def remove_others(folder: Path) -> None:
     """Delete the checkpoints that are neither the best nor the last, and what a killed run left half-written."""
-    kept = {linked(folder, LAST), linked(folder, BEST)}
-    if len(kept) == 2:
-        (folder / BEST / TRAINING).unlink(missing_ok=True)  # nothing goes on from there
+    retained = {linked(folder, LAST), linked(folder, BEST)}
+    if len(retained) == 2:
+        (folder / BEST / TRAINING).unlink(missing_ok=True)  # a run resumes from `last` only
     for checkpoint in (folder / CHECKPOINTS).iterdir():
-        if checkpoint.resolve() not in kept:
+        if checkpoint.resolve() not in retained:
             shutil.rmtree(checkpoint, ignore_errors=True)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor on the CPU; of a sharded one, all of it (every process must ask)."""
-    tensor = tensor.detach()
-    if isinstance(tensor, DTensor):
-        tensor = tensor.full_tensor()
-    return tensor.cpu().clone().contiguous()
-
-
 def model_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Tensors that are one in the model (tied embeddings) are one here: save_pretrained then saves them once."""
-    weights: dict[str, Tensor] = {}
-    copies: dict[Tensor, Tensor] = {}
+    """All weights on the CPU. Every process must call this; of several, only the first gets them.
+
+    Parameters that are tied in the model are one tensor here, so that `save_pretrained` saves them once.
+    """
+    weights = get_model_state_dict(model, options=FULL_ON_CPU)
+    names: dict[Tensor, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if tensor not in copies:
-            copies[tensor] = whole(tensor)
-        weights[name] = copies[tensor]
+        first = names.setdefault(tensor, name)
+        if name in weights:
+            weights[name] = weights[first]
     return weights
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str]) -> dict[str, Tensor]:
-    """The optimizer's state, by parameter name and quantity."""
-    return {
-        f"{names[parameter]}:{quantity}": whole(value)
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        for quantity, value in optimizer.state.get(parameter, {}).items()
-    }
+def training_tensors(student: nn.Module, optimizer: torch.optim.Optimizer, unmerged: bool) -> dict[str, Tensor]:
+    """What a run needs to resume beside its model. Every process must call this; of several, only the first gets it.
+
+    Args:
+        student: The model that the optimizer updates.
+        optimizer: Its state is named PARAMETER:QUANTITY, for example `lm_head.weight:exp_avg`.
+        unmerged: Also return the student's own weights, named student.PARAMETER: with LoRA they are merged in the model
+            that is saved.
+    """
+    states = get_optimizer_state_dict(student, optimizer, options=FULL_ON_CPU).get("state", {})
+    tensors = {f"{name}:{quantity}": value for name, state in states.items() for quantity, value in state.items()}
+    if unmerged:  # cloned, because a safetensors file has no tied tensors
+        weights = get_model_state_dict(student, options=FULL_ON_CPU)
+        tensors |= {f"{STUDENT}{name}": tensor.clone() for name, tensor in weights.items()}
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
-def restore_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str]) -> None:
-    parameters = {name: parameter for parameter, name in names.items()}
+def restore_optimizer(checkpoint: Path, student: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Give an optimizer the state in a checkpoint, sharded as its parameters are."""
+    current = get_optimizer_state_dict(student, optimizer)
+    state: dict[str, dict[str, Tensor]] = {}
     for key, value in read_training(checkpoint).items():
         name, _, quantity = key.rpartition(":")
-        if name in parameters:
-            optimizer.state[parameters[name]][quantity] = _like(parameters[name], value)
+        if name in current["state"]:
+            state.setdefault(name, {})[quantity] = value
+    options = StateDictOptions(full_state_dict=True, strict=False)  # a parameter without gradients has no state
+    set_optimizer_state_dict(student, optimizer, current | {"state": state}, options=options)
 
 
-def _like(parameter: Tensor, value: Tensor) -> Tensor:
-    """A quantity on its parameter's device and in its sharding; Adam's step count stays on the CPU unless fused."""
-    if value.ndim == 0:
-        return value.to(parameter.device) if parameter.is_cuda else value
-    if isinstance(parameter, DTensor):
-        return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
-    return value.to(parameter.device)
+def restore_unmerged(checkpoint: Path, student: nn.Module) -> None:
+    """Give a student with LoRA the weights that it had before they were merged into the saved model."""
+    tensors = read_training(checkpoint)
+    own = {name.removeprefix(STUDENT): tensor for name, tensor in tensors.items() if name.startswith(STUDENT)}
+    student.load_state_dict(own)
 
 
 def read_training(checkpoint: Path) -> dict[str, Tensor]:
+    """What `training_tensors` returned when the checkpoint was written."""
     try:
         with safe_open(checkpoint / TRAINING, framework="pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (it is not a dict)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"{checkpoint / TRAINING} cannot be read: {error}; put it back, or begin a new run"
+            f"{checkpoint / TRAINING} cannot be read: {error}; restore it, or start a new run"
         ) from error
 
 
 def read_log(folder: Path, until: int, write: bool) -> list[dict[str, Any]]:
-    """The log's lines up to a step; later ones, and a line cut off by a kill, are removed (`write`): they will be
-    written again."""
+    """The log's lines up to step `until`.
+
+    With `write`, later lines and a line that a kill cut off are removed from the file: the run writes them again.
+    """
     lines = []
     path = folder / LOG
     for text in path.read_text().splitlines() if path.is_file() else ():

@@ -1,32 +1,44 @@
-"""Training: one loop. What is minimised is a stage's loss (losses.py), how is its recipe (recipe.py).
+"""Training: one loop over the stages of a recipe. A stage's loss is in losses.py, its settings are in recipe.py.
 
 A run is a function of its recipe, model and data: the batches and the random numbers of a step depend on seed and step
-alone, so a run that was killed and resumed is the run that was not. Every stage begins from a checkpoint, as a resumed
-run does.
+alone. So a run that was killed and resumed equals the run that was not. Every stage starts from a checkpoint, as a
+resumed run does.
 """
 
 from __future__ import annotations
 
 import copy
+import datetime
+import json
 import math
 import os
 import signal
 import time
 import warnings
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator, InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fastweights.conversion import lora_modules
+from fastweights.data.batches import IGNORED, PackedBatches, validation_rows
+from fastweights.data.token_files import TokenFile, check_vocabulary, prepare
+from fastweights.loading import load, load_tokenizer, require_tokenizer
+from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.families import family_of
+from fastweights.modeling.modes import autocast, is_low_precision
+from fastweights.results import Divergence, TrainingResult
 from fastweights.training import checkpoint as saved
-from fastweights.training.losses import StageLoss, converted_layers
+from fastweights.training.checks import TrainingError, check_run, check_tracker
+from fastweights.training.losses import Batch, StageLoss, converted_layers, next_token_loss
+from fastweights.training.micro_batch import micro_batch_size
 from fastweights.training.optimizer import (
     Diverged,
     DivergenceWatch,
@@ -39,274 +51,546 @@ from fastweights.training.optimizer import (
     set_mode,
 )
 from fastweights.training.output_fit import fit_outputs
-from fastweights.training.recipe import Stage
-from fastweights.training.run import Interrupted, Run, TrainConfig, TrainingError, perplexity, resume_command, split
-from fastweights.utils.errors import CheckpointError
+from fastweights.training.recipe import Recipe, Stage
+from fastweights.training.teacher import load_teacher
+from fastweights.utils.errors import Argument, Call, CheckpointError, Stopped, error_context
+from fastweights.utils.files import absolute, write_json
 from fastweights.utils.progress import Display
-from fastweights.utils.provenance import write_result
 
-__all__ = ["Diverged", "Interrupted", "TrainConfig", "TrainingError", "resume", "train"]
+__all__ = ["Diverged", "Interrupted", "TrainConfig", "Trainer", "TrainingError", "resume", "train"]
 
-# Tokens that output projections are fitted on before transfer.
+VALIDATION_BATCH_TOKENS = 8_192
+# Tokens that output projections are fitted on before a stage.
 FIT_TOKENS = 16_384
+# Points of the loss curve in the result, at most twice this.
 CURVE_POINTS = 1_000
 
 
-def train(task: TrainConfig, folder: str | os.PathLike, *, display: Display | None = None) -> dict[str, Any]:
-    """Train a model into a new folder; returns the result that is also written there."""
+class Interrupted(Stopped):
+    """A run that received a signal and saved a checkpoint before it ended."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self.exit_code = 128 + number
+        super().__init__(f"stopped by {signal.Signals(number).name}; resume with: ", _resume_call(folder))
+
+
+def _resume_call(folder: Path) -> Call:
+    return Call(f"resume({str(folder)!r})", command=f"fastweights train --resume {folder}")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """What is trained on what.
+
+    Attributes:
+        model: Folder of the model to train, converted or not.
+        data: The text, as `prepare` takes it.
+        recipe: How it is trained.
+        teacher: Hub id or folder of the teacher; by default the model that `model` was converted from.
+        validation: The text to validate on; None for no validation.
+        text_field: Field that holds the text in JSON lines, parquet files and data sets.
+        limit: Tokens to use of each text, at most.
+        device: "cpu" or "cuda"; by default a GPU where there is one.
+        shard: Shard the model over the processes (FSDP) instead of replicating it (DDP).
+        report_to: A tracker that accelerate knows, such as "tensorboard".
+        memory_share: Share of the GPU's memory that this run may use.
+    """
+
+    model: str
+    data: str
+    recipe: Recipe
+    teacher: str | None = None
+    validation: str | None = None
+    text_field: str = "text"
+    limit: int | None = None
+    device: str | None = None
+    shard: bool = False
+    report_to: str | None = None
+    memory_share: float = 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"recipe": self.recipe.to_dict()}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> TrainConfig:
+        return cls(**values | {"recipe": Recipe.from_dict(values["recipe"])})
+
+    def with_absolute_paths(self) -> TrainConfig:
+        """The same, for a run that may be resumed from another working directory."""
+        sources: dict[str, Any] = {}
+        for name in ("model", "data", "teacher", "validation"):
+            source = getattr(self, name)
+            sources[name] = None if source is None else absolute(source)
+        return replace(self, **sources)
+
+
+def train(config: TrainConfig, folder: str | os.PathLike, *, display: Display | None = None) -> TrainingResult:
+    """Train a model into a new folder.
+
+    Args:
+        config: What is trained on what.
+        folder: The run's folder; it must not exist, or be empty.
+        display: What to show meanwhile; by default a bar on stderr.
+
+    Returns:
+        The result, which is also written to result.json in `folder`.
+
+    Raises:
+        TrainingError: The run cannot start, or cannot be written.
+        Diverged: The loss diverged. The result is written nevertheless.
+        Interrupted: The process received SIGINT or SIGTERM. A checkpoint was saved.
+    """
     folder = Path(folder)
     if (folder / saved.RUN).is_file():
-        raise TrainingError(f"{folder} holds a run already: {resume_command(folder)}, or choose another output folder")
+        raise TrainingError(f"{folder} holds a run already: ", _resume_call(folder), ", or choose another folder")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise TrainingError(f"{folder} exists and is not an empty folder: choose another output folder")
-    sources: dict[str, Any] = {n: _absolute(getattr(task, n)) for n in ("model", "data", "teacher", "validation")}
-    task = replace(task, **sources)
-    return _go(Run(task, folder, display or Display()))
-
-
-def _absolute(source: str | None) -> str | None:
-    """A run may be resumed from another folder."""
-    return str(Path(source).absolute()) if source is not None and Path(source).exists() else source
+    return Trainer(config.with_absolute_paths(), folder, display or Display()).run()
 
 
 def resume(
     folder: str | os.PathLike, *, display: Display | None = None, memory_share: float | None = None
-) -> dict[str, Any]:
-    """Go on with a run from its last checkpoint, with another share of the GPU's memory if one is given."""
+) -> TrainingResult:
+    """Resume a run from its last checkpoint.
+
+    Args:
+        folder: The run's folder.
+        display: What to show meanwhile; by default a bar on stderr.
+        memory_share: Another share of the GPU's memory than the run was started with.
+
+    Returns:
+        The result, as `train` returns it.
+
+    Raises:
+        TrainingError: There is no run in `folder`, or it cannot continue.
+        Diverged, Interrupted: As in `train`.
+    """
     folder = Path(folder)
     if not (folder / saved.RUN).is_file():
-        raise TrainingError(f"--resume {folder}: there is no run to go on with (no {saved.RUN} there)")
+        raise TrainingError(Argument("resume"), f" {folder}: there is no run to resume (no {saved.RUN} there)")
     try:
-        task = TrainConfig.from_dict(saved.read_json(folder / saved.RUN))
+        config = TrainConfig.from_dict(saved.read_json(folder / saved.RUN))
     except (KeyError, TypeError) as error:
         raise TrainingError(f"{folder / saved.RUN} is not of this version of fastweights: {error}") from error
     if memory_share is not None:
-        task = replace(task, memory_share=memory_share)
-    return _go(Run(task, folder, display or Display()))
+        config = replace(config, memory_share=memory_share)
+    return Trainer(config, folder, display or Display()).run()
 
 
-def _go(run: Run) -> dict[str, Any]:
-    run.begin()
-    diverged = None
-    try:
-        with run.signals(), run.display:
-            _run_stages(run)
-    except Diverged as error:
-        diverged = {"step": run.progress.step, "stage": run.progress.stage, "reason": str(error)}
-    except torch.OutOfMemoryError as error:
-        less = "take fewer sequences at once (--micro-batch), or --gradient-checkpointing"
-        raise TrainingError(f"out of memory: {less}, in a new run; {str(error).splitlines()[0]}") from error
-    finally:
-        run.end()
-    result = _result(run, diverged)
-    if run.main:
-        with run.writing(run.folder / saved.RESULT):
-            write_result(run.folder / saved.RESULT, result)
-    if diverged is not None:
-        raise Diverged(f"{diverged['reason']}; recorded in {run.folder / saved.RESULT}")
-    return result
+@dataclass
+class _ActiveStage:
+    """What exists only while a stage is trained. `module` is its StageLoss, distributed over the processes."""
+
+    stage: Stage
+    batches: PackedBatches
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    watch: DivergenceWatch
+    lora: Any
 
 
-def _run_stages(run: Run) -> None:
-    run.measure_base()
-    while run.progress.stage < len(run.recipe.stages):
-        _StageRun(run, run.recipe.stages[run.progress.stage]).go()
-        run.accelerator.free_memory()  # it holds on to what it prepared
-        run.student = run.load_student()
+class Trainer:
+    """A training run in its folder.
 
+    Attributes:
+        student, teacher: The models; `teacher` is None where no stage needs one and none is named.
+        progress: How far the run has come.
+        log: The lines of log.jsonl.
+        validation: The rows to validate on, each tensor [rows,length]; None for no validation.
+        stop_signal: Number of a signal that this process received, 0 for none.
+    """
 
-class _StageRun:
-    """One stage of a run: the student made ready for its loss, and the loop."""
+    def __init__(self, config: TrainConfig, folder: Path, display: Display) -> None:
+        self.config, self.recipe, self.folder, self.display = config, config.recipe, folder, display
+        self.accelerator = _make_accelerator(config, folder)
+        self.device, self.is_main = self.accelerator.device, self.accelerator.is_main_process
+        self.world_size, self.rank = self.accelerator.num_processes, self.accelerator.process_index
+        self.display.enabled = display.enabled and self.is_main
+        self.stop_signal = 0
+        self.tokenizer = load_tokenizer(saved.linked(folder, saved.LAST) or config.model)
+        require_tokenizer(self.tokenizer, config.model)
+        last = saved.linked(folder, saved.LAST)
+        self.progress = saved.Progress() if last is None else saved.read_progress(last)
+        with self._write_errors(folder / saved.LOG):
+            self.log = saved.read_log(folder, self.progress.step, write=self.is_main)
+        self.student = self._load_student()
+        if config.shard and self.world_size == 1 and not (folder / saved.RUN).is_file():
+            raise TrainingError(Argument("shard"), ": there is one process only: start several with torchrun")
+        check_run(config, self.student, self.world_size, self.sharded)
+        self.teacher = self._load_teacher()
+        self.tokens = self._prepare(config.data)
+        self.progress.data = self._check_same_text("data", self.tokens, self.progress.data)
+        self.batches = [self._make_batches(number) for number in range(len(self.recipe.stages))]
+        self.validation = self._prepare_validation()
+        self._start_time = time.perf_counter() - self.progress.seconds
 
-    def __init__(self, run: Run, stage: Stage) -> None:
-        self.run, self.stage, self.recipe, self.progress = run, stage, run.recipe, run.progress
-        self.batches = run.batches[self.progress.stage]
-        self.stop = 0
-        self.student = run.student.to(run.device)
-        if run.teacher is not None:  # it may come from an earlier stage
-            leave_uncompiled(run.teacher)
-        if self.progress.stage_step == 0 and stage.fit != "none":
-            self._fit()
-        self.lora = self._add_lora() if self.recipe.lora else None
-        set_mode(self.student, self.recipe, stage)
-        compiled = self.recipe.compile and run.device.type == "cuda"
+    @property
+    def sharded(self) -> bool:
+        """Whether the model is sharded, as the config or `accelerate launch` asks for it."""
+        requested = self.config.shard or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+        return requested and self.world_size > 1
+
+    def run(self) -> TrainingResult:
+        """Train all stages that are left, and write the result."""
+        self._start()
+        diverged = None
+        try:
+            with self.signals(), self.display:
+                self._measure_base()
+                while self.progress.stage < len(self.recipe.stages):
+                    self._train_stage(self._start_stage())
+                    self.accelerator.free_memory()  # it references what it prepared
+                    self.student = self._load_student()
+        except Diverged as error:
+            diverged = Divergence(step=self.progress.step, stage=self.progress.stage, reason=str(error))
+        except torch.OutOfMemoryError as error:
+            raise TrainingError(
+                *("out of memory: take fewer sequences at once (", Argument("micro_batch"), "), or "),
+                *(Argument("gradient_checkpointing"), f", in a new run; {str(error).splitlines()[0]}"),
+            ) from error
+        finally:
+            for tracker in self.accelerator.trackers:
+                tracker.finish()
+        result = self._result(diverged)
+        if self.is_main:
+            with self._write_errors(self.folder / saved.RESULT):
+                result.write(self.folder / saved.RESULT)
+        if diverged is not None:
+            raise Diverged(f"{diverged.reason}; recorded in {self.folder / saved.RESULT}")
+        return result
+
+    # Set-up
+
+    def _load_student(self) -> Any:
+        return load(saved.linked(self.folder, saved.LAST) or self.config.model, dtype=torch.float32)
+
+    def _load_teacher(self) -> Any:
+        """The teacher, where a stage needs one or one is named."""
+        if not self.recipe.needs_teacher and self.config.teacher is None:
+            return None
+        dtype = torch.bfloat16 if is_low_precision(self.device, self.recipe.precision) else torch.float32
+        teacher = load_teacher(self.student, self.config.model, self.config.teacher, dtype=dtype)
+        if isinstance(teacher, FastWeightsMixin) and any(stage.teaches_layers for stage in self.recipe.stages):
+            name = teacher.config._name_or_path
+            raise TrainingError(Argument("teacher"), f" {name} is converted itself: transfer and fit need attention")
+        return teacher.eval().requires_grad_(False).to(self.device)
+
+    def _prepare(self, source: str) -> TokenFile:
+        """The tokens of a text. One process tokenises; the others find its file."""
+        with self.accelerator.main_process_first():
+            tokens = prepare(
+                source,
+                self.tokenizer,
+                text_field=self.config.text_field,
+                limit=self.config.limit,
+                progress=self.display.enabled,
+            )
+        check_vocabulary(tokens, self.tokenizer, self.student.config)
+        return tokens
+
+    def _prepare_validation(self) -> Batch | None:
+        if self.config.validation is None:
+            return None
+        with error_context(Argument("validation"), ": "):
+            tokens = self._prepare(self.config.validation)
+        before = self.progress.validation_data
+        self.progress.validation_data = self._check_same_text("validation", tokens, before)
+        return validation_rows(tokens, self.recipe.length, self.recipe.validation_tokens)
+
+    def _check_same_text(self, argument: str, tokens: TokenFile, before: list[int] | None) -> list[int]:
+        """The length and checksum of a text. A resumed run must find those that it started with."""
+        found = [len(tokens), zlib.crc32(tokens.tokens[:: max(1, len(tokens) // 100_000)].tobytes())]
+        if before not in (None, found):
+            raise TrainingError(
+                *(Argument(argument), f" {getattr(self.config, argument)} is not the text that the run in "),
+                f"{self.folder} was started with: restore that text, or start a new run",
+            )
+        return found
+
+    def _make_batches(self, number: int) -> PackedBatches:
+        """The batches of a stage. Each stage has an order of its own."""
+        stage = self.recipe.stages[number]
+        rows, length = self.recipe.rows_of(stage), self.recipe.length_of(stage)
+        return PackedBatches(self.tokens, length, rows, self.recipe.seed + number)
+
+    def _start(self) -> None:
+        """Create the folder, and the tracker's run."""
+        if self.is_main:
+            with self._write_errors(self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                write_json(self.folder / saved.RUN, self.config.to_dict())
+        if self.config.report_to:
+            self.accelerator.init_trackers("fastweights", config={"recipe": json.dumps(self.recipe.to_dict())})
+
+    # A stage
+
+    def _start_stage(self) -> _ActiveStage:
+        """Prepare the student for the loss of the current stage, and restore the optimizer where the run resumes."""
+        number, resumed = self.progress.stage, self.progress.stage_step > 0
+        stage, batches, student = self.recipe.stages[number], self.batches[number], self.student.to(self.device)
+        if self.teacher is not None:  # an earlier stage may have compiled it
+            leave_uncompiled(self.teacher)
+        if stage.fit != "none" and not resumed:
+            self._fit_outputs(stage, batches)
+        lora = self._add_lora(resumed) if self.recipe.lora else None
+        set_mode(student, self.recipe, stage)
+        compiled = self.recipe.compile and self.device.type == "cuda"
         if compiled:
-            compile_blocks(self.student, run.teacher, stage)
-        recompute, share = self.recipe.gradient_checkpointing, run.task.memory_share
-        trainee = StageLoss(self.student, run.teacher, stage, recompute, compiled, share)
-        self.module = self._distribute(trainee.to(run.device))
-        self.names = {parameter: name for name, parameter in self.student.named_parameters()}
-        self.optimizer = make_optimizer(self.student, stage)
-        if self.progress.stage_step:
-            saved.restore_optimizer(run.folder / saved.LAST, self.optimizer, self.names)
-        self.watch = DivergenceWatch(self.recipe.diverged_above, self.recipe.diverged_for)
-        for line in run.log:
-            if line["stage"] == self.progress.stage and "loss" in line:
-                self.watch.see(line["loss"])
+            compile_blocks(student, self.teacher, stage)
+        recompute, share = self.recipe.gradient_checkpointing, self.config.memory_share
+        module = self._distribute(StageLoss(student, self.teacher, stage, recompute, compiled, share).to(self.device))
+        optimizer = make_optimizer(student, stage)
+        if resumed:
+            saved.restore_optimizer(self.folder / saved.LAST, student, optimizer)
+        watch = DivergenceWatch(self.recipe.diverged_above, self.recipe.diverged_for)
+        for line in self.log:
+            if line["stage"] == number and "loss" in line:
+                watch.update(line["loss"])
+        return _ActiveStage(stage, batches, module, optimizer, watch, lora)
 
-    def _fit(self) -> None:
-        """On the first batches, whole in every process: all must come to the same."""
-        rows = max(1, FIT_TOKENS // self.recipe.length_of(self.stage))
+    def _fit_outputs(self, stage: Stage, batches: PackedBatches) -> None:
+        """Fit output projections on the first batches: all of their rows in every process, for equal results."""
+        rows = max(1, FIT_TOKENS // self.recipe.length_of(stage))
         count = max(1, FIT_TOKENS // self.recipe.batch_tokens)
-        firsts = ({name: x[:rows] for name, x in self.batches.batch(step).items()} for step in range(count))
-        parts = [part for first in firsts for part in split(first, self.run.rows_at_once(self.stage))]
-        with self.run.autocast():
-            shown = self.run.display.track(parts, "fitting the output projections")
-            fit_outputs(self.student, self.run.teacher, map(self.run.on_device, shown), self.stage.fit)
+        first = ({name: x[:rows] for name, x in batches.batch(step).items()} for step in range(count))
+        parts = [part for batch in first for part in split(batch, self._rows_at_once(stage))]
+        with self._autocast():
+            tracked = self.display.track(parts, "fitting the output projections")
+            fit_outputs(self.student, self.teacher, map(self._on_device, tracked), stage.fit)
 
-    def _add_lora(self) -> Any:
-        """Low-rank updates, put into the student itself; what comes back can merge them."""
+    def _add_lora(self, resumed: bool) -> Any:
+        """Insert low-rank updates into the student. What is returned can merge them."""
         from peft import LoraConfig, get_peft_model
 
         rank = self.recipe.lora
         torch.manual_seed(self.recipe.seed + self.progress.stage)
         lora = get_peft_model(self.student, LoraConfig(r=rank, lora_alpha=2 * rank, **lora_modules(self.student)))
-        if self.progress.stage_step:
-            found = saved.read_training(self.run.folder / saved.LAST)
-            own = {name: value for name, value in found.items() if name.startswith("student.")}
-            self.student.load_state_dict({name.removeprefix("student."): value for name, value in own.items()})
+        if resumed:
+            saved.restore_unmerged(self.folder / saved.LAST, self.student)
         return lora
 
-    def _distribute(self, trainee: StageLoss) -> nn.Module:
-        """DDP through accelerate. Sharded (FSDP2), every fast-weight layer is a unit: transfer calls it alone."""
-        if not self.run.sharded:
-            return self.run.accelerator.prepare(trainee) if self.run.world > 1 else trainee
-        # a layer's output may be a view; no family adds to it in place
+    def _distribute(self, loss: StageLoss) -> nn.Module:
+        """DDP through accelerate, or FSDP2. There every fast-weight layer is a unit, because transfer calls it alone."""
+        if not self.sharded:
+            return self.accelerator.prepare(loss) if self.world_size > 1 else loss
+        # a layer's output may be a view; no family changes it in place
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-        for layer in converted_layers(trainee).values():
+        for layer in converted_layers(loss).values():
             fully_shard(layer)
         for block in family_of(self.student).blocks(self.student):
             fully_shard(block)
-        fully_shard(trainee)
-        return trainee
+        fully_shard(loss)
+        return loss
 
-    def go(self) -> None:
-        run, recipe, progress = self.run, self.recipe, self.progress
-        steps = recipe.steps_of(self.stage)
+    def _train_stage(self, active: _ActiveStage) -> None:
+        recipe, progress, stage = self.recipe, self.progress, active.stage
+        steps = recipe.steps_of(stage)
         spent = progress.stage_seconds[progress.stage] if progress.stage < len(progress.stage_seconds) else 0.0
-        began = time.perf_counter() - spent
+        start = time.perf_counter() - spent
         if progress.step == 0 and not progress.validation:
-            self._validate()
-        run.display.stage(f"{progress.stage + 1}/{len(recipe.stages)} {self.stage.loss}", steps, progress.stage_step)
+            self._validate(active.module)
+        self.display.stage(f"{progress.stage + 1}/{len(recipe.stages)} {stage.loss}", steps, progress.stage_step)
         for step in range(progress.stage_step, steps):
-            self._step(step, learning_rate_share(step, steps, self.stage))
+            stop = self._step(active, step, learning_rate_share(step, steps, stage))
             ends = step + 1 == steps
-            improved = (ends or progress.stage_step % recipe.validate_every == 0) and self._validate()
-            progress.seconds = time.perf_counter() - run.began
-            progress.stage_seconds[progress.stage :] = [time.perf_counter() - began]
+            improved = (ends or progress.stage_step % recipe.validate_every == 0) and self._validate(active.module)
+            progress.seconds = time.perf_counter() - self._start_time
+            progress.stage_seconds[progress.stage :] = [time.perf_counter() - start]
             if ends:
                 progress.stage, progress.stage_step = progress.stage + 1, 0
-            if ends or improved or progress.stage_step % recipe.checkpoint_every == 0 or self.stop:
-                self._checkpoint()
-            if self.stop:
-                raise Interrupted(run.folder, self.stop)
+            if ends or improved or progress.stage_step % recipe.checkpoint_every == 0 or stop:
+                self._checkpoint(active)
+            if stop:
+                raise Interrupted(self.folder, stop)
 
-    def _step(self, step: int, share: float) -> None:
-        """One update, recorded."""
-        run, progress = self.run, self.progress
-        torch.manual_seed((self.recipe.seed * 1_000_003 + progress.step) * run.world + run.rank)
-        loss = self._gradients(step)
-        norm = clip_gradients(self.optimizer, self.stage.clip)
+    def _step(self, active: _ActiveStage, step: int, share: float) -> int:
+        """Make one update at a share of the learning rate, and log it. Returns the signal to stop for, 0 for none."""
+        progress, stage = self.progress, active.stage
+        torch.manual_seed((self.recipe.seed * 1_000_003 + progress.step) * self.world_size + self.rank)
+        loss, stop = self._accumulate_gradients(active, step)
+        norm = clip_gradients(active.optimizer, stage.clip)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise Diverged(f"step {progress.step + 1}: the loss is {loss}, the norm of its gradient {norm}")
-        set_learning_rate(self.optimizer, share)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        set_learning_rate(active.optimizer, share)
+        active.optimizer.step()
+        active.optimizer.zero_grad(set_to_none=True)
         progress.stage_step, progress.step = step + 1, progress.step + 1
         progress.tokens += self.recipe.batch_tokens
         line = {"step": progress.step, "stage": progress.stage, "tokens": progress.tokens, "loss": loss}
-        run.write_line(line | {"gradient_norm": norm, "learning_rate": share * self.stage.learning_rate})
-        run.display.step(loss, self.recipe.batch_tokens)
-        self.watch.see(loss)
+        self._write_log(line | {"gradient_norm": norm, "learning_rate": share * stage.learning_rate})
+        self.display.step(loss, self.recipe.batch_tokens)
+        active.watch.update(loss)
+        return stop
 
-    def _gradients(self, step: int) -> float:
-        """Back-propagate this process's rows; returns the loss of the whole batch."""
-        run, batches = self.run, self.batches
-        count = batches.rows if self.stage.loss == "transfer" else batches.targets(step)
-        parts = split(batches.batch(step, run.rank, run.world), run.rows_at_once(self.stage))
-        total = torch.zeros((), device=run.device)
+    def _accumulate_gradients(self, active: _ActiveStage, step: int) -> tuple[float, int]:
+        """Back-propagate this process's rows of a step.
+
+        Returns:
+            The loss of the whole batch, and the signal to stop for (0 for none). Both are the same in all processes: a
+            signal that arrives after this waits for the next step.
+        """
+        batches = active.batches
+        count = batches.rows if active.stage.loss == "transfer" else batches.targets(step)
+        parts = split(batches.batch(step, self.rank, self.world_size), self._rows_at_once(active.stage))
+        total = torch.zeros((), device=self.device)
         for number, part in enumerate(parts):
-            with self._synchronized(number == len(parts) - 1):
-                with run.autocast():
-                    loss = self.module(run.on_device(part)) / count
+            with self._gradient_sync(active.module, number == len(parts) - 1):
+                with self._autocast():
+                    loss = active.module(self._on_device(part)) / count
                 # DDP and FSDP take the mean over processes; the loss is a sum over them
-                (loss * run.world).backward()
+                (loss * self.world_size).backward()
             total += loss.detach()
-        shared = torch.stack([total, torch.tensor(float(run.stop_signal), device=run.device)])
-        whole, stop = run.accelerator.reduce(shared, "sum").tolist()
-        # what all processes know: a signal that comes after this waits for the next step
-        self.stop = (run.stop_signal or signal.SIGTERM) if stop else 0
-        return whole
+        local = torch.stack([total, torch.tensor(float(self.stop_signal), device=self.device)])
+        batch_loss, stop = self.accelerator.reduce(local, "sum").tolist()
+        return batch_loss, (self.stop_signal or signal.SIGTERM) if stop else 0
 
     @contextmanager
-    def _synchronized(self, wanted: bool) -> Iterator[None]:
-        """Gradients are exchanged with the other processes after the last micro-batch only."""
-        if isinstance(self.module, FSDPModule):
-            self.module.set_requires_gradient_sync(wanted)
-        alone = wanted or self.run.world == 1 or isinstance(self.module, FSDPModule)
-        with nullcontext() if alone else self.run.accelerator.no_sync(self.module):
+    def _gradient_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:
+        """Processes exchange gradients after the last micro-batch only."""
+        if isinstance(module, FSDPModule):
+            module.set_requires_gradient_sync(enabled)
+        usual = enabled or self.world_size == 1 or isinstance(module, FSDPModule)
+        with nullcontext() if usual else self.accelerator.no_sync(module):
             yield
 
-    def _validate(self) -> bool:
-        """Whether the validation is the best so far; what was measured before the first step does not count."""
-        run, progress = self.run, self.progress
-        if run.validation is None:
+    def _rows_at_once(self, stage: Stage) -> int:
+        """Sequences that a process takes through the model at once."""
+        fitting = micro_batch_size(self.recipe, stage, self.student, self.device, self.config.memory_share)
+        return min(fitting, self.recipe.rows_of(stage) // self.world_size)
+
+    # Validation
+
+    def _measure_base(self) -> None:
+        """Measure the teacher's validation perplexity, once in a run."""
+        if self.progress.base is not None or self.teacher is None or self.validation is None:
+            return
+        name = Path(self.teacher.config._name_or_path).name
+        self.display.print(f"measuring {name}")
+        loss = self.validation_loss(lambda batch: next_token_loss(self.teacher, batch))
+        self.progress.base = {"name": name, "perplexity": _perplexity(loss)}
+
+    def _validate(self, module: nn.Module) -> bool:
+        """Validate and log it. Returns whether it is the best so far; the one before the first step does not count."""
+        progress = self.progress
+        if self.validation is None:
             return False
-        self.module.eval()
-        with torch.compiler.set_stance("force_eager"):  # to compile for it would take longer than all of it
-            loss = run.validation_loss(lambda batch: self.module(batch, score=True))
-        self.module.train()
+        module.eval()
+        with torch.compiler.set_stance("force_eager"):  # compiling for it would take longer than running it
+            loss = self.validation_loss(lambda batch: module(batch, score=True))
+        module.train()
         if not math.isfinite(loss):
             if progress.step:
                 raise Diverged(f"step {progress.step}: the validation loss is {loss}")
-            return False  # right after the swap; transfer may mend it
-        found = {"step": progress.step, "tokens": progress.tokens, "stage": progress.stage, "loss": loss}
-        progress.validation.append(found | {"perplexity": perplexity(loss)})
-        run.write_line({"step": progress.step, "stage": progress.stage, "validation_loss": loss})
+            return False  # right after conversion; training may repair it
+        point = {"step": progress.step, "tokens": progress.tokens, "stage": progress.stage, "loss": loss}
+        progress.validation.append(point | {"perplexity": _perplexity(loss)})
+        self._write_log({"step": progress.step, "stage": progress.stage, "validation_loss": loss})
         base = None if progress.base is None else progress.base["perplexity"]
-        run.display.validation(progress.tokens, progress.validation[-1]["perplexity"], base)
+        self.display.validation(progress.tokens, progress.validation[-1]["perplexity"], base)
         improved = progress.step > 0 and (progress.best is None or loss <= progress.best["loss"])
         if improved:
             progress.best = progress.validation[-1]
         return improved
 
-    def _checkpoint(self) -> None:
-        run, progress = self.run, self.progress
-        model = self.student if self.lora is None else copy.deepcopy(self.lora).merge_and_unload()
-        weights, training = saved.model_weights(model), self._training_tensors() if progress.stage_step else {}
+    @torch.no_grad()
+    def validation_loss(self, score: Any) -> float:
+        """Mean cross-entropy of the validation rows.
+
+        Each process takes its share. All run the model equally often, because a sharded model needs all of them.
+
+        Args:
+            score: Maps a batch to the sum of its cross-entropies.
+        """
+        assert self.validation is not None
+        parts = split(self.validation, max(1, VALIDATION_BATCH_TOKENS // self.recipe.length))
+        sums = torch.zeros(2, dtype=torch.float64)
+        for first in range(0, len(parts), self.world_size):
+            part = parts[min(first + self.rank, len(parts) - 1)]
+            with self._autocast():
+                loss = score(self._on_device(part))
+            if first + self.rank < len(parts):
+                count = (part["labels"][:, 1:] != IGNORED).sum()
+                sums += torch.tensor([float(loss), float(count)], dtype=torch.float64)
+        total, count = self.accelerator.reduce(sums.to(self.device), "sum").tolist()
+        return total / count
+
+    def _on_device(self, batch: Batch) -> Batch:
+        return {name: rows.to(self.device, non_blocking=True) for name, rows in batch.items()}
+
+    def _autocast(self) -> Any:
+        return autocast(self.device, self.recipe.precision)
+
+    # What a run writes
+
+    def _write_log(self, line: dict[str, Any]) -> None:
+        """Append a line to the log, and send it to the tracker."""
+        self.log.append(line)
+        if self.config.report_to:
+            self.accelerator.log({k: v for k, v in line.items() if isinstance(v, float)}, step=line["step"])
+        if not self.is_main:
+            return
+        path = self.folder / saved.LOG
+        with self._write_errors(path), path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def _checkpoint(self, active: _ActiveStage) -> None:
+        model = self.student if active.lora is None else copy.deepcopy(active.lora).merge_and_unload()
+        weights = saved.model_weights(model)
+        training: dict[str, Tensor] = {}
+        if self.progress.stage_step:  # a stage starts from the model alone
+            training = saved.training_tensors(self.student, active.optimizer, unmerged=active.lora is not None)
         try:
-            if run.main:
-                saved.write_checkpoint(run.folder, model, weights, run.tokenizer, training, progress)
+            if self.is_main:
+                saved.write_checkpoint(self.folder, model, weights, self.tokenizer, training, self.progress)
         except CheckpointError as error:
-            raise TrainingError(f"{error}; {run.last_words()}") from error
-        run.accelerator.wait_for_everyone()
+            raise TrainingError(*error.parts, "; ", *self._recovery_hint()) from error
+        self.accelerator.wait_for_everyone()
 
-    def _training_tensors(self) -> dict[str, Tensor]:
-        """What to go on with beside the model; with LoRA also the student, which is merged in the model."""
-        student = {} if self.lora is None else self.student.state_dict()
-        unmerged = {f"student.{name}": saved.whole(tensor) for name, tensor in student.items()}
-        return saved.optimizer_tensors(self.optimizer, self.names) | unmerged
+    @contextmanager
+    def _write_errors(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise TrainingError(f"{path}: {error.strerror or error}; ", *self._recovery_hint()) from error
 
+    def _recovery_hint(self) -> tuple[str, ...]:
+        """What a run that cannot write has saved, and how to resume it."""
+        if not (self.folder / saved.RUN).is_file():
+            return ("choose another output folder",)
+        last, call = saved.linked(self.folder, saved.LAST), _resume_call(self.folder)
+        if last is None:
+            return "no checkpoint was written yet: free disk space, then ", call, " starts it again"
+        return f"the checkpoint of step {saved.read_progress(last).step} is complete: free disk space, then ", call
 
-def _result(run: Run, diverged: dict[str, Any] | None) -> dict[str, Any]:
-    progress, recipe, model = run.progress, run.recipe, run.student
-    losses = [line for line in run.log if "loss" in line]
-    seconds: list[float | None] = [*progress.stage_seconds, *[None] * len(recipe.stages)]
-    return {
-        "kind": "training",
-        "name": run.folder.name,
-        "seed": recipe.seed,
-        "tokens": progress.tokens,
-        "recipe": recipe.to_dict(),
-        "model": {
-            "name": Path(run.task.model).name,
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "settings": getattr(model.config, "fastweights", None),
-        },
-        "data": {"name": Path(run.task.data).name, "tokens": len(run.tokens)},
-        "base": progress.base,
-        "processes": run.world,
-        "stages": [
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """SIGTERM and the first SIGINT end the run after the current step. A second SIGINT ends it at once.
+
+        A second SIGTERM does not: a process manager may signal a group of processes and their parent too.
+        """
+
+        def stop(number: int, _frame: Any) -> None:
+            self.stop_signal = number
+            signal.signal(signal.SIGINT, before[signal.SIGINT])
+            self.display.print("stopping after this step")
+
+        try:
+            before: dict[int, Any] = {n: signal.signal(n, stop) for n in (signal.SIGINT, signal.SIGTERM)}
+        except ValueError:  # only the main thread can handle signals
+            yield
+            return
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _result(self, diverged: Divergence | None) -> TrainingResult:
+        progress, recipe = self.progress, self.recipe
+        losses = [line for line in self.log if "loss" in line]
+        curve = losses[:: max(1, len(losses) // CURVE_POINTS)]
+        seconds: list[float | None] = [*progress.stage_seconds, *[None] * len(recipe.stages)]
+        stages = [
             {
                 "name": stage.loss,
                 "loss": stage.loss,
@@ -315,15 +599,55 @@ def _result(run: Run, diverged: dict[str, Any] | None) -> dict[str, Any]:
                 "seconds": seconds[number],
             }
             for number, stage in enumerate(recipe.stages)
-        ],
-        "curve": [
-            {name: line[name] for name in ("step", "tokens", "stage", "loss")}
-            for line in losses[:: max(1, len(losses) // CURVE_POINTS)]
-        ],
-        "validation": progress.validation,
-        "best": progress.best,
-        "last": progress.validation[-1] if progress.validation else None,
-        "diverged": diverged,
-        "seconds": progress.seconds,
-        "finished": diverged is None,
-    }
+        ]
+        model = {
+            "name": Path(self.config.model).name,
+            "parameters": sum(p.numel() for p in self.student.parameters()),
+            "settings": getattr(self.student.config, "fastweights", None),
+        }
+        return TrainingResult.from_dict(
+            {
+                "name": self.folder.name,
+                "seed": recipe.seed,
+                "tokens": progress.tokens,
+                "recipe": recipe.to_dict(),
+                "model": model,
+                "data": {"name": Path(self.config.data).name, "tokens": len(self.tokens)},
+                "base": progress.base,
+                "processes": self.world_size,
+                "stages": stages,
+                "curve": [{name: line[name] for name in ("step", "tokens", "stage", "loss")} for line in curve],
+                "validation": progress.validation,
+                "best": progress.best,
+                "last": progress.validation[-1] if progress.validation else None,
+                "diverged": None if diverged is None else diverged.to_dict(),
+                "seconds": progress.seconds,
+                "finished": diverged is None,
+            }
+        )
+
+
+def _make_accelerator(config: TrainConfig, folder: Path) -> Accelerator:
+    """The processes and the device. Precision is the recipe's, whatever `accelerate launch` was given."""
+    if config.report_to:
+        check_tracker(config.report_to, folder)
+    cpu = config.device == "cpu" or (config.device is None and not torch.cuda.is_available())
+    # the other processes wait while the first one tokenises
+    timeout = InitProcessGroupKwargs(timeout=datetime.timedelta(hours=12))
+    trackers = {"log_with": config.report_to, "project_dir": str(folder)}
+    accelerator = Accelerator(cpu=cpu, mixed_precision="no", kwargs_handlers=[timeout], **trackers)
+    found = accelerator.device.type
+    if config.device not in (None, found):
+        raise TrainingError(Argument("device"), f" {config.device} cannot be used here; there is {found}")
+    return accelerator
+
+
+def _perplexity(loss: float) -> float:
+    """exp(loss), without an overflow."""
+    return math.exp(min(loss, 700.0))
+
+
+def split(batch: Batch, rows: int) -> list[Batch]:
+    """The batch in parts of at most `rows` rows."""
+    count = len(batch["input_ids"])
+    return [{name: x[start : start + rows] for name, x in batch.items()} for start in range(0, count, rows)]

@@ -86,6 +86,11 @@ def write_tensors(path: str | os.PathLike, tensors: dict[str, Tensor], metadata:
         save_file(tensors, temporary, metadata)
 
 
+def absolute(source: str) -> str:
+    """A path that exists as an absolute one; anything else, such as a hub id, as it is."""
+    return str(Path(source).absolute()) if Path(source).exists() else source
+
+
 def temporary_name(path: Path, process: int | None = None) -> str:
     """The temporary name of a file or folder that a process (by default this one) is writing."""
     return f".{path.name}.{process or os.getpid()}.{socket.gethostname()}.{secrets.token_urlsafe(6)}.tmp"

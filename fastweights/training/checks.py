@@ -1,0 +1,83 @@
+"""What can be known to fail is refused before the first step."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accelerate.tracking import filter_trackers
+
+from fastweights.modeling.classes import FastWeightsMixin
+from fastweights.modeling.positions import position_limit
+from fastweights.training.optimizer import parameter_groups
+from fastweights.training.recipe import Recipe, Stage
+from fastweights.utils.errors import Argument, FastWeightsError
+
+if TYPE_CHECKING:
+    from fastweights.training.trainer import TrainConfig
+
+
+class TrainingError(FastWeightsError):
+    """A run that cannot start or continue, with what to change."""
+
+
+def check_run(config: TrainConfig, student: Any, processes: int, sharded: bool) -> None:
+    """Refuse a run that the model, the recipe or the number of processes rules out.
+
+    Raises:
+        TrainingError: It names the argument to change.
+    """
+    _check_lengths(config, student)
+    for stage in config.recipe.stages:
+        _check_stage(config.model, stage, student)
+        _check_processes(config.recipe, stage, processes)
+    if config.recipe.lora:
+        _check_lora(config.model, student, sharded)
+
+
+def _check_lengths(config: TrainConfig, student: Any) -> None:
+    limit, recipe = position_limit(student), config.recipe
+    lengths = [recipe.length_of(stage) for stage in recipe.stages]
+    longest = max(lengths if config.validation is None else [*lengths, recipe.length])
+    if limit is not None and longest > limit:
+        raise TrainingError(Argument("length"), f" {longest}: {config.model} has positions for {limit} tokens only")
+
+
+def _check_stage(model: str, stage: Stage, student: Any) -> None:
+    if stage.teaches_layers and not isinstance(student, FastWeightsMixin):
+        raise TrainingError(f"{model} is not converted: transfer and fit teach fast-weight layers only")
+    if stage.top_k > student.config.vocab_size:
+        most = student.config.vocab_size
+        raise TrainingError(f"{stage.loss}.top_k={stage.top_k}: {model} has {most} tokens only")
+    if not any(parameters and rate for parameters, rate in parameter_groups(student, stage)):
+        raise TrainingError(f"the stage {stage.loss} trains nothing: its learning rates are 0")
+
+
+def _check_processes(recipe: Recipe, stage: Stage, processes: int) -> None:
+    rows = recipe.rows_of(stage)
+    if rows % processes:
+        found = f" {recipe.batch_tokens} makes {rows} sequences of {recipe.length_of(stage)} tokens"
+        raise TrainingError(Argument("batch_tokens"), f"{found}, which {processes} processes cannot share equally")
+
+
+def _check_lora(model: str, student: Any, sharded: bool) -> None:
+    lora = Argument("lora")
+    if not isinstance(student, FastWeightsMixin):
+        raise TrainingError(f"{model} is not converted: ", lora, " is for the projections of new layers")
+    if importlib.util.find_spec("peft") is None:
+        raise TrainingError(lora, " needs peft, which is not installed: pip install 'fastweights[peft]'")
+    if sharded:
+        raise TrainingError(
+            lora, " trains few parameters, which are not sharded: leave out ", lora, " or ", Argument("shard")
+        )
+
+
+def check_tracker(name: str, folder: Path) -> None:
+    """Refuse a tracker that is not installed. accelerate itself would leave it out without an error."""
+    try:
+        found = filter_trackers([name], str(folder))
+    except ValueError as error:
+        raise TrainingError(Argument("report_to"), f" {name}: {error}") from error
+    if not found:
+        raise TrainingError(Argument("report_to"), f" {name}: install its package first, pip install {name}")

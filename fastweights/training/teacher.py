@@ -1,0 +1,60 @@
+"""The teacher of a converted model: by default the model that it was converted from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastweights.loading import load
+from fastweights.modeling.families import family_of
+from fastweights.utils.errors import Argument, CheckpointError, FastWeightsError
+
+
+class TeacherError(FastWeightsError):
+    """A teacher that is not found, or that does not fit the student."""
+
+
+def base_of(model: Any) -> str | None:
+    """The hub id or folder of the model that a converted one was made from; None where it is not known."""
+    return getattr(model.config, "fastweights_base", None)
+
+
+def load_teacher(student: Any, source: str, teacher: str | None = None, *, dtype: Any) -> Any:
+    """Load a student's teacher and check that it fits.
+
+    Args:
+        student: The converted model.
+        source: Where the student comes from, for error messages.
+        teacher: Hub id or folder of the teacher; by default the model that the student was converted from.
+        dtype: Precision of the teacher.
+
+    Returns:
+        The teacher, in the state that `load` returns.
+
+    Raises:
+        TeacherError: The teacher is not known, cannot be loaded, or does not have the student's sizes.
+    """
+    name = teacher or base_of(student)
+    if name is None:
+        raise TeacherError(
+            f"{source} does not say which model it was converted from: name that model with ", Argument("teacher")
+        )
+    try:
+        model = load(name, dtype=dtype)
+    except CheckpointError as error:
+        base = (f"the base of {source}, which ", Argument("teacher"), " can name, is not found: ")
+        raise TeacherError(*((Argument("teacher"), " ") if teacher else base), *error.parts) from error
+    check_sizes(model, student, name)
+    model.config._name_or_path = str(name)  # transformers sets only the folder of a GGUF file
+    return model
+
+
+def check_sizes(teacher: Any, student: Any, name: str) -> None:
+    """Refuse a teacher whose vocabulary, layers or width are not the student's."""
+    found, expected = _sizes(teacher), _sizes(student)
+    if found != expected:
+        raise TeacherError(Argument("teacher"), f" {name} ({found}) is not the model that was converted ({expected})")
+
+
+def _sizes(model: Any) -> str:
+    config, layers = model.config, len(family_of(model).blocks(model))
+    return f"vocabulary {config.vocab_size}, {layers} layers, width {config.hidden_size}"
