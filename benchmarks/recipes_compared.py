@@ -87,7 +87,7 @@ def run(job: tuple[str, int, int]) -> dict[str, Any]:
             teacher=str(PACKAGED),
             validation=str(VALIDATION_TEXT),
         )
-        return train(task, Path(folder) / "run", display=Display(enabled=False))
+        return train(task, Path(folder) / "run", display=Display(enabled=False)).to_dict()
 
 
 if __name__ == "__main__":

@@ -131,14 +131,14 @@ def _train(folder: Path, recipe: Recipe, console: Console) -> dict[str, Any]:
     target, display = folder / "training", Display(console=console)
     try:
         if (target / saved.RUN).is_file() and not (target / saved.RESULT).is_file():
-            return resume(target, display=display)
+            return resume(target, display=display).to_dict()
         if (target / saved.RUN).is_file():
             shutil.rmtree(target)
         model, texts = str((folder / "converted").absolute()), (str(RECOVERY_TEXT), str(VALIDATION_TEXT))
         config = TrainConfig(model, texts[0], recipe, validation=texts[1], device="cpu")
-        return train(config, target, display=display)
+        return train(config, target, display=display).to_dict()
     except Interrupted as error:
-        error.args = (f"stopped in the training; resume with: fastweights quickstart -o {folder}",)
+        error.parts = (f"stopped in the training; resume with: fastweights quickstart -o {folder}",)
         raise
 
 

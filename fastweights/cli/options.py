@@ -16,7 +16,7 @@ from typer.models import ArgumentInfo
 
 from fastweights.config import ConfigError, FastWeightsConfig
 from fastweights.training.recipe import Recipe, RecipeError, Stage
-from fastweights.utils.errors import Argument, FastWeightsError, Stopped
+from fastweights.utils.errors import Argument, Call, FastWeightsError, Stopped
 
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 DTYPE_HELP = "Precision of the weights; by default the checkpoint's own."
@@ -42,7 +42,7 @@ def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
                 raise
             _fail(f"{error.filename}: {error.strerror}", 2, error)
         except Stopped as error:
-            _fail(str(error), error.exit_code, error)
+            _fail(error.message(functools.partial(flag_of, command=command)), error.exit_code, error)
 
     return run
 
@@ -54,6 +54,8 @@ _FLAGS: dict[str, str] = {"changes": "--set"}
 def flag_of(argument: str, command: Callable[..., None] | None = None) -> str:
     """What a user types for an argument of the library: the flag or the positional argument of that name, where the
     command has one."""
+    if isinstance(argument, Call):
+        return argument.command
     own = {} if command is None else _typed_names(command)
     return own.get(argument) or _FLAGS.get(argument, f"--{argument.replace('_', '-')}")
 

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from fastweights.cli.options import given_options, reports_errors, stage_help, takes_changes
+from fastweights.results import TrainingResult
 
 PARENT_POLL_SECONDS = 0.5
 
@@ -95,17 +96,17 @@ def _stop_with(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _print_training(result: dict[str, Any], folder: Path) -> None:
+def _print_training(result: TrainingResult, folder: Path) -> None:
     console = Console()
     if os.environ.get("RANK", "0") != "0":
         return
-    best, base = result["best"], result["base"]
+    best, base = result.best, result.base
     if best is not None:
-        ratio = "" if base is None else f", {best['perplexity'] / base['perplexity']:.3f} times the base's"
-        console.print(f"validation perplexity {best['perplexity']:,.2f}{ratio}", highlight=False)
+        ratio = "" if base is None else f", {best.perplexity / base.perplexity:.3f} times the base's"
+        console.print(f"validation perplexity {best.perplexity:,.2f}{ratio}", highlight=False)
     chosen = folder / ("best" if best is not None else "last")
     console.print(
-        f"{result['tokens']:,} tokens in {result['seconds']:,.0f} s; model: {chosen}; result: {folder / 'result.json'}",
+        f"{result.tokens:,} tokens in {result.seconds:,.0f} s; model: {chosen}; result: {folder / 'result.json'}",
         highlight=False,
         soft_wrap=True,
     )

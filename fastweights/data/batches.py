@@ -8,40 +8,50 @@ from torch import Tensor
 
 from fastweights.data.readers import DataError
 from fastweights.data.token_files import TokenFile
+from fastweights.utils.errors import Argument
 
 IGNORED = -100  # the label that Hugging Face's losses leave out
 
 
 class PackedBatches:
-    """Rows of `length` tokens, in an order that depends on seed and step alone: a run goes on from its step's number.
+    """Batches of packed rows, in an order that depends on seed and step alone, so that a run can resume at any step.
 
-    Every epoch has each row once, in an order of its own; the last tokens, too few for a row, are left out.
-    `rows` is the global batch, over all processes.
+    Every epoch has each row once, in an order of its own. The last tokens, too few for a row, are left out.
+
+    Args:
+        tokens: The text.
+        length: Tokens of a row.
+        rows: Rows of a batch, over all processes.
+        seed: Seed of the order.
+
+    Raises:
+        DataError: The text has fewer rows than a batch.
     """
 
     def __init__(self, tokens: TokenFile, length: int, rows: int, seed: int = 0) -> None:
         self.rows_in_epoch = _count_rows(tokens, length)
         if not 1 <= rows <= self.rows_in_epoch:
-            raise DataError(
-                f"{_name(tokens)}: {len(tokens):,} tokens are no batch of {rows:,} rows of {length:,} tokens "
-                f"({rows * length:,}): give more text with --data, or change --batch-tokens"
-            )
+            found = f"{_name(tokens)}: {len(tokens):,} tokens are no batch of {rows:,} rows of {length:,} tokens"
+            raise DataError(f"{found} ({rows * length:,}): give more text, or change ", Argument("batch_tokens"))
         self.tokens, self.length, self.rows, self.seed = tokens, length, rows, seed
         self._orders: dict[int, np.ndarray] = {}
 
     def batch(self, step: int, rank: int = 0, world: int = 1) -> dict[str, Tensor]:
         """This process's rows of the step's batch: input_ids, position_ids and labels, each [rows,length] int64."""
         if self.rows % world:
-            change = f"make --batch-tokens a multiple of {world} x --length, {world * self.length:,}"
-            raise DataError(f"a batch of {self.rows} rows cannot be shared evenly by {world} processes: {change}")
+            raise DataError(
+                f"a batch of {self.rows} rows cannot be shared evenly by {world} processes: make ",
+                *(Argument("batch_tokens"), f" a multiple of {world} x ", Argument("length")),
+                f", {world * self.length:,}",
+            )
         share = self.rows // world
         return _pack(self.tokens, self._rows_of(step)[rank * share : (rank + 1) * share], self.length)
 
     def targets(self, step: int) -> int:
         """How many tokens of the whole batch, all processes together, are predicted."""
         first, starts = self._rows_of(step) * self.length, self.tokens.starts
-        begun = np.searchsorted(starts, first + self.length) - np.searchsorted(starts, first + 1)
-        return self.rows * (self.length - 1) - int(begun.sum())
+        starting = np.searchsorted(starts, first + self.length) - np.searchsorted(starts, first + 1)
+        return self.rows * (self.length - 1) - int(starting.sum())
 
     def _rows_of(self, step: int) -> np.ndarray:
         epochs, places = np.divmod(np.arange(step * self.rows, (step + 1) * self.rows), self.rows_in_epoch)
@@ -51,7 +61,7 @@ class PackedBatches:
         order = self._orders.get(epoch)
         if order is None:
             order = np.random.default_rng([self.seed, epoch]).permutation(self.rows_in_epoch)
-            # A batch may lie across two epochs.
+            # a batch may span two epochs
             self._orders = {e: o for e, o in self._orders.items() if e == epoch - 1} | {epoch: order}
         return order
 
@@ -63,11 +73,12 @@ def validation_rows(tokens: TokenFile, length: int, limit_tokens: int | None = N
 
 def _count_rows(tokens: TokenFile, length: int, limit_tokens: int | None = None) -> int:
     if length < 2:
-        raise DataError(f"--length must be at least 2 tokens, the second predicted from the first; found {length}")
+        reason = f" must be at least 2 tokens, the second predicted from the first; found {length}"
+        raise DataError(Argument("length"), reason)
     count = len(tokens) if limit_tokens is None else min(len(tokens), limit_tokens)
     if count < length:
-        what = f"{_name(tokens)}: {count:,} tokens are fewer than one row of {length:,}"
-        raise DataError(f"{what}: give more text, or lower --length")
+        found = f"{_name(tokens)}: {count:,} tokens are fewer than one row of {length:,}"
+        raise DataError(f"{found}: give more text, or lower ", Argument("length"))
     return count // length
 
 

@@ -1,4 +1,4 @@
-"""Where text comes from: files, folders and data sets, read as a stream of documents."""
+"""Reading text: files, folders and data sets as a stream of documents."""
 
 from __future__ import annotations
 
@@ -9,29 +9,21 @@ import lzma
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fastweights.utils.errors import FastWeightsError
+from fastweights.utils.errors import Argument, FastWeightsError
 
 SEPARATOR = b"<|endoftext|>"
 
 _OPENERS: dict[str, Callable[[Any], Any]] = {".xz": lzma.open, ".gz": gzip.open}
+_TEXT_FIELD = Argument("text_field")
 _BROKEN = (lzma.LZMAError, zlib.error, gzip.BadGzipFile, EOFError)
 
 
 class DataError(FastWeightsError):
     """Text that cannot be read, is too little, or does not fit the model."""
-
-
-@contextmanager
-def given_by(flag: str) -> Iterator[None]:
-    """What is wrong with a text that another flag than --data gives."""
-    try:
-        yield
-    except DataError as error:
-        raise DataError(f"{flag}: {str(error).replace('--data', 'it')}") from error
 
 
 # A document's text, and how many bytes of its file were read up to its end.
@@ -46,17 +38,18 @@ class Source(NamedTuple):
 
 
 def find(name: str, field: str) -> Source:
+    """The documents of a file, a folder or a data set, with the text in `field` where they have fields."""
     if name.startswith("hf:") and name != "hf:":
         dataset, config, split, *_ = [*name.removeprefix("hf:").split(":", 2), "", ""]
         if config in ("train", "validation", "test") and not split:
             config, split = "", config
-        wanted = {"path": dataset, "name": config or None, "split": split or "train", "streaming": True}
-        rows = _dataset_documents(name, field, lambda d: d.load_dataset(**wanted))
+        arguments = {"path": dataset, "name": config or None, "split": split or "train", "streaming": True}
+        rows = _dataset_documents(name, field, lambda d: d.load_dataset(**arguments))
         return Source(name, [name, *_stats(Path(dataset).rglob("*"))], rows)
     path = Path(name).expanduser()
     if not path.exists():
-        takes = "--data takes a text, JSON lines or parquet file, a folder of them, or hf:NAME for a hub data set"
-        raise DataError(f"{path}: there is no such file or folder; {takes}")
+        sources = "a text, JSON lines or parquet file, a folder of them, or hf:NAME for a hub data set"
+        raise DataError(f"{path}: there is no such file or folder; give {sources}")
     if (path / "state.json").is_file():
         rows = _dataset_documents(name, field, lambda d: d.load_from_disk(str(path)))
         return Source(name, _stats(path.rglob("*")), rows)
@@ -67,7 +60,7 @@ def find(name: str, field: str) -> Source:
 
 def _files_in(folder: Path) -> list[Path]:
     if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
-        raise DataError(f"{folder} is a model's folder: --data takes text")
+        raise DataError(f"{folder} is a model's folder: give a text")
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(str(part) for part in folder.iterdir() if part.is_dir())
         raise DataError(f"{folder} holds the splits of a data set: choose one, {' or '.join(splits)}")
@@ -137,7 +130,7 @@ def _lines(file: Path) -> Iterator[tuple[bytes, int]]:
 
 
 def _decode(lines: list[bytes], file: Path, first_line: int) -> str:
-    """Lines as text, without the end of the last one."""
+    """Lines as text, without the last line break."""
     try:
         return b"".join(lines).decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n")
     except UnicodeDecodeError as error:
@@ -167,20 +160,22 @@ def _dataset_documents(name: str, field: str, load: Callable[[Any], Any]) -> Doc
 def _field(row: Any, field: str, where: str) -> str:
     if not isinstance(row, dict) or field not in row:
         found = f"only {', '.join(row)}" if isinstance(row, dict) else f"it is a {type(row).__name__}"
-        raise DataError(f"{where} has no field {field!r}, {found}: name the text's with --text-field")
+        raise DataError(f"{where} has no field {field!r}, {found}: name the field of the text with ", _TEXT_FIELD)
     text = "" if row[field] is None else row[field]
     if not isinstance(text, str):
         kind = type(text).__name__
-        raise DataError(f"{where}: the field {field!r} is a {kind}, not text: name the text's with --text-field")
+        found = f"the field {field!r} is a {kind}, not text"
+        raise DataError(f"{where}: {found}: name the field of the text with ", _TEXT_FIELD)
     # JSON can hold halves of characters (lone surrogates), which no tokenizer takes.
     return text.encode("utf-8", "replace").decode()
 
 
 def documents(name: str | os.PathLike, field: str = "text") -> Iterator[str]:
+    """The documents of a source, one after another."""
     for text, _ in find(str(name), field).documents:
         yield text
 
 
 def read_text(name: str | os.PathLike, field: str = "text") -> str:
-    """All documents of a source as one text, an empty line between them."""
+    """All documents of a source as one string, with an empty line between them."""
     return "\n\n".join(documents(name, field))

@@ -1,4 +1,4 @@
-"""Text -> memory-mapped token files, made once and reused -> packed batches, a pure function of seed and step."""
+"""Text to memory-mapped token files, which are made once and cached."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from rich.progress import BarColumn, DownloadColumn
 
 from fastweights.data.readers import DataError, Documents, Source, find
 from fastweights.loading import require_tokenizer
+from fastweights.utils.errors import Argument
 from fastweights.utils.files import atomic_folder, remove_leftovers, write_json
 from fastweights.utils.progress import progress_bar
 
 FORMAT_VERSION = 1
 
-# A tokenizer needs some 150 bytes of memory for each character that it is given at once.
-BATCH_CHARACTERS, PIECE_CHARACTERS = 2**20, 2**22
-# Between the end of a line and the first word of the next, tokenizers end a token anyway.
+# A tokenizer needs about 150 bytes of memory for each character that it encodes at once.
+BATCH_CHARACTERS, CHUNK_CHARACTERS = 2**20, 2**22
+# Where a long document is cut: between a line break and the next word a token ends anyway.
 _CUT = re.compile(r"(?<=\n)(?= ?\S)")
-# Tokenizers of one vocabulary that do anything differently do it here.
+# Tokenizers with one vocabulary that differ otherwise encode this text differently.
 PROBE = (
     "Don't  stop\tat 3.14159, 2,048 or 1e-5!\n\n  def f(x_1):\r\n\treturn {'a': [x**2 >= 0]}  # ok?\n"
     "Ünïcödé, Ｗｉｄｅ, e\u0301, ß, Ελληνικά, русский, 日本語の文, हिन्दी, العربية, 한국어, 🙂👍🏽, ½ € … “q”\n"
@@ -37,12 +38,12 @@ PROBE = (
 
 @dataclass(frozen=True, eq=False)
 class TokenFile:
-    """A memory-mapped token file: tokens one after another, documents by where they start."""
+    """A memory-mapped token file: the tokens of all documents, and where each document starts."""
 
     folder: Path
     tokens: np.ndarray  # ids, uint16 or uint32
     starts: np.ndarray  # index of each document's first token, int64; the first is 0
-    meta: dict[str, Any]  # source, settings, tokenizer (its fingerprint), vocab_size, largest_id, and what was counted
+    meta: dict[str, Any]  # source, settings, fingerprint of the tokenizer, vocab_size, largest_id, and counts
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -57,18 +58,28 @@ def prepare(
     limit: int | None = None,
     progress: bool = True,
 ) -> TokenFile:
-    """The tokens of a text, from the cache where source, tokenizer and settings are those of an earlier call.
+    """Tokenise a text, or open its tokens in the cache.
 
-    `source` is a text file (documents separated by lines `<|endoftext|>`), JSON lines or parquet with the text in
-    `text_field`, a folder of such files (text and JSON lines may be .xz or .gz), a folder that a data set's
-    save_to_disk wrote, a data set of the hub, hf:NAME[:CONFIG][:SPLIT], or a folder of tokens that an earlier call made
-    (taken as it is). Each document gets the tokenizer's usual
-    special tokens and ends with its eos token; blank ones are left out. At most `limit` tokens are taken.
-    `cache` is by default $FASTWEIGHTS_CACHE, else ~/.cache/fastweights. Of several processes, let one call this first.
+    Each document gets the tokenizer's usual special tokens and ends with its eos token. Blank documents are left out.
+    Of several processes, let one call this first.
+
+    Args:
+        source: A text file (documents are separated by lines `<|endoftext|>`), JSON lines, parquet, a folder of such
+            files (text and JSON lines may be .xz or .gz), a folder that a data set's `save_to_disk` wrote, a data set
+            of the hub, hf:NAME[:CONFIG][:SPLIT], or a folder of tokens that an earlier call made.
+        tokenizer: The model's tokenizer.
+        cache: Folder for token files; by default $FASTWEIGHTS_CACHE, else ~/.cache/fastweights.
+        text_field: Field that holds the text in JSON lines, parquet files and data sets.
+        limit: Tokens to take, at most.
+        progress: Whether to show a bar.
+
+    Raises:
+        DataError: The source cannot be read, or the cache cannot be written.
+        CheckpointError: `tokenizer` is None.
     """
     require_tokenizer(tokenizer)
     if limit is not None and limit < 1:
-        raise DataError(f"the limit must be at least 1 token, found {limit}")
+        raise DataError(Argument("limit"), f" must be at least 1 token, found {limit}")
     if (Path(source) / "tokens.bin").is_file():
         return _tokens_in(Path(source), limit)
     found = find(os.fspath(source), text_field)
@@ -80,7 +91,7 @@ def prepare(
 
 
 def _tokens_in(folder: Path, limit: int | None) -> TokenFile:
-    """Tokens that were made elsewhere; whoever uses them checks that the tokenizer is theirs."""
+    """Tokens that were made elsewhere. `check_vocabulary` checks that the tokenizer is the model's."""
     tokens = _open(folder)
     if tokens is None:
         raise DataError(f"{folder}: tokens.bin is not as meta.json and starts.npy beside it say: copy the folder again")
@@ -101,7 +112,7 @@ def check_vocabulary(tokens: TokenFile, tokenizer: Any, model_config: Any) -> No
 
 
 def _tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Of what it does, not of how it is stored: that differs between versions of transformers."""
+    """A hash of what the tokenizer does. How it is stored differs between versions of transformers."""
     vocabulary = sorted(tokenizer.get_vocab().items())
     return _fingerprint([vocabulary, tokenizer.eos_token_id, _encode([PROBE], tokenizer)[0].tolist()])
 
@@ -160,7 +171,7 @@ def _write(source: Source, tokenizer: Any, settings: dict[str, Any], progress: b
 
 
 def _encoded(documents: Documents, tokenizer: Any, limit: int | None) -> Iterator[tuple[str, np.ndarray, int]]:
-    """Each document's text, ids and place in the source; the one that goes beyond the limit is cut there."""
+    """Each document's text, ids and position in the source. The document that crosses the limit is cut there."""
     left = limit or 2**63
     for batch in _batches(documents):
         for (text, read), ids in zip(batch, _encode([text for text, _ in batch], tokenizer), strict=True):
@@ -188,15 +199,15 @@ def _batches(documents: Documents) -> Iterator[list[tuple[str, int]]]:
 
 
 def _encode(texts: list[str], tokenizer: Any) -> list[np.ndarray]:
-    """Special tokens and all. Of a document cut into pieces only the first piece has those."""
+    """The ids of documents, with special tokens. Of a document that is cut into chunks the first one has those."""
     call = partial(tokenizer, return_attention_mask=False, return_token_type_ids=False, verbose=False)
-    pieces, eos = [_cut(text) for text in texts], tokenizer.eos_token_id
+    chunks, eos = [_cut(text) for text in texts], tokenizer.eos_token_id
     documents = []
-    for ids, (_, *rest) in zip(call([first for first, *_ in pieces])["input_ids"], pieces, strict=True):
+    for ids, (_, *rest) in zip(call([first for first, *_ in chunks])["input_ids"], chunks, strict=True):
         if rest and ids[-1] == eos:
             ids.pop()
         parts = [np.asarray(ids, dtype=np.int64)]
-        parts += [np.asarray(call(piece, add_special_tokens=False)["input_ids"], dtype=np.int64) for piece in rest]
+        parts += [np.asarray(call(chunk, add_special_tokens=False)["input_ids"], dtype=np.int64) for chunk in rest]
         if eos is not None and parts[-1][-1:].tolist() != [eos]:
             parts.append(np.array([eos]))
         documents.append(np.concatenate(parts))
@@ -204,8 +215,8 @@ def _encode(texts: list[str], tokenizer: Any) -> list[np.ndarray]:
 
 
 def _cut(text: str) -> list[str]:
-    pieces, begin = [], 0
-    while cut := _CUT.search(text, begin + PIECE_CHARACTERS):
-        pieces.append(text[begin : cut.start()])
-        begin = cut.start()
-    return [*pieces, text[begin:]]
+    chunks, start = [], 0
+    while cut := _CUT.search(text, start + CHUNK_CHARACTERS):
+        chunks.append(text[start : cut.start()])
+        start = cut.start()
+    return [*chunks, text[start:]]

@@ -26,7 +26,8 @@ from fastweights.results import LayerRanking, RankedLayer
 from fastweights.training.chunked_loss import LossConfig, head_loss, head_of
 from fastweights.training.losses import Batch, converted_layers, hidden_of, next_tokens
 from fastweights.training.output_fit import fit_outputs
-from fastweights.utils.errors import Argument, CheckpointError, FastWeightsError
+from fastweights.training.teacher import load_teacher, sizes_of
+from fastweights.utils.errors import Argument, FastWeightsError
 from fastweights.utils.progress import progress_bar
 
 __all__ = ["RankingError", "hybrid_from", "rank_layers", "restored"]
@@ -181,15 +182,8 @@ def load_pair(folder: str | os.PathLike, teacher: str | None = None, *, dtype: A
     student = load(folder, dtype=dtype)
     if not isinstance(student, FastWeightsMixin):
         raise RankingError(f"{folder} is not converted: give a folder that fastweights convert or train wrote")
-    name = teacher or getattr(student.config, "fastweights_base", None)
-    if name is None:
-        raise RankingError(f"{folder} does not say which model it was converted from: name it, ", Argument("teacher"))
-    try:
-        base = load(name, dtype=student.dtype)
-    except CheckpointError as error:
-        default = () if teacher else (f"the base of {folder} is not found, name it with ",)
-        raise RankingError(*default, Argument("teacher"), f": {error}") from error
-    check_teacher(student, base, Argument("teacher"), f" {name}")
+    base = load_teacher(student, str(folder), teacher, dtype=student.dtype)
+    check_teacher(student, base, Argument("teacher"), f" {base.config._name_or_path}")
     return student, base
 
 
@@ -223,12 +217,10 @@ def check_teacher(student: Any, teacher: Any, *name: str) -> None:
 
 
 def _sizes(model: Any) -> str:
-    family, config = family_of(model), model.config
-    blocks = family.blocks(model)
-    attention: Any = family.attention_of(blocks[0])
-    shape = attention.shape if isinstance(attention, FastWeightsAttention) else family.shape(attention, config)
-    heads = f"{shape.heads} heads of {shape.head_dim}, {shape.kv_heads} for keys"
-    return f"vocabulary {config.vocab_size}, {len(blocks)} layers, width {shape.width}, {heads}"
+    family = family_of(model)
+    attention: Any = family.attention_of(family.blocks(model)[0])
+    shape = attention.shape if isinstance(attention, FastWeightsAttention) else family.shape(attention, model.config)
+    return f"{sizes_of(model)}, {shape.heads} heads of {shape.head_dim}, {shape.kv_heads} for keys"
 
 
 def hybrid_from(

@@ -28,8 +28,7 @@ from fastweights.loading import load, load_tokenizer, save
 from fastweights.modeling.modes import autocast
 from fastweights.training import checkpoint as saved
 from fastweights.training.recipe import Recipe
-from fastweights.training.run import VALIDATION_BATCH_TOKENS
-from fastweights.training.trainer import TrainConfig
+from fastweights.training.trainer import VALIDATION_BATCH_TOKENS, TrainConfig
 from fastweights.utils.errors import Argument, CheckpointError
 from fastweights.utils.files import write_json
 from fastweights.utils.provenance import write_result

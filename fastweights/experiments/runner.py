@@ -22,7 +22,7 @@ from rich.console import Console
 
 from fastweights.conversion import check_layers
 from fastweights.data.batches import validation_rows
-from fastweights.data.readers import DataError, given_by, read_text
+from fastweights.data.readers import DataError, read_text
 from fastweights.data.token_files import check_vocabulary, prepare
 from fastweights.experiments.grid import GridError, Variant
 from fastweights.experiments.job import Job, Setup
@@ -31,9 +31,9 @@ from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.families import family_of
 from fastweights.modeling.positions import position_limit
 from fastweights.training import checkpoint as saved
-from fastweights.training.run import perplexity
-from fastweights.utils.errors import Argument, Stopped
-from fastweights.utils.files import write_json
+from fastweights.training.trainer import perplexity
+from fastweights.utils.errors import Argument, Stopped, error_context
+from fastweights.utils.files import absolute, write_json
 from fastweights.utils.progress import RunsDisplay
 
 POLL_SECONDS = 0.2
@@ -76,16 +76,12 @@ def make_setup(folder: Path, model: str, data: str, validation: str, tests: Sequ
     named = {name if names.count(name) == 1 else test: test for name, test in zip(names, tests, strict=True)}
     return Setup(
         folder=folder.absolute(),
-        model=_absolute(model),
-        data=_absolute(data),
-        validation=_absolute(validation),
-        tests={name: _absolute(test) for name, test in named.items()},
+        model=absolute(model),
+        data=absolute(data),
+        validation=absolute(validation),
+        tests={name: absolute(test) for name, test in named.items()},
         **more,
     )
-
-
-def _absolute(source: str) -> str:
-    return str(Path(source).absolute()) if Path(source).exists() else source
 
 
 def launch(arguments: Sequence[str], log: TextIO, lock: TextIO, threads: int) -> subprocess.Popen:
@@ -147,14 +143,14 @@ def _prepare(setup: Setup, jobs: Sequence[Job]) -> None:
     for job in jobs:
         _check_model(job, base)
     texts = [prepare(setup.data, tokenizer, limit=setup.limit)]
-    with given_by("--validation"):
+    with error_context(Argument("validation"), ": "):
         texts.append(prepare(setup.validation, tokenizer, limit=setup.limit))
     for tokens in texts:
         check_vocabulary(tokens, tokenizer, base.config)
     for length in {job.variant.recipe.length for job in jobs}:
         validation_rows(texts[1], length, length)
     for name, source in setup.tests.items():
-        with given_by(f"--test {name}"):
+        with error_context(Argument("test"), f" {name}: "):
             if not read_text(source).strip():
                 raise DataError("it has no text in it")
 

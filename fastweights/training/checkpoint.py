@@ -138,7 +138,7 @@ def model_weights(model: nn.Module) -> dict[str, Tensor]:
 
     Parameters that are tied in the model are one tensor here, so that `save_pretrained` saves them once.
     """
-    weights = get_model_state_dict(model, options=FULL_ON_CPU)
+    weights: dict[str, Any] = get_model_state_dict(model, options=FULL_ON_CPU)
     names: dict[Tensor, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         first = names.setdefault(tensor, name)
@@ -156,10 +156,12 @@ def training_tensors(student: nn.Module, optimizer: torch.optim.Optimizer, unmer
         unmerged: Also return the student's own weights, named student.PARAMETER: with LoRA they are merged in the model
             that is saved.
     """
-    states = get_optimizer_state_dict(student, optimizer, options=FULL_ON_CPU).get("state", {})
-    tensors = {f"{name}:{quantity}": value for name, state in states.items() for quantity, value in state.items()}
+    states: Any = get_optimizer_state_dict(student, optimizer, options=FULL_ON_CPU).get("state", {})
+    tensors: dict[str, Tensor] = {
+        f"{name}:{quantity}": value for name, state in states.items() for quantity, value in state.items()
+    }
     if unmerged:  # cloned, because a safetensors file has no tied tensors
-        weights = get_model_state_dict(student, options=FULL_ON_CPU)
+        weights: dict[str, Any] = get_model_state_dict(student, options=FULL_ON_CPU)
         tensors |= {f"{STUDENT}{name}": tensor.clone() for name, tensor in weights.items()}
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
@@ -167,7 +169,7 @@ def training_tensors(student: nn.Module, optimizer: torch.optim.Optimizer, unmer
 def restore_optimizer(checkpoint: Path, student: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Give an optimizer the state in a checkpoint, sharded as its parameters are."""
     current = get_optimizer_state_dict(student, optimizer)
-    state: dict[str, dict[str, Tensor]] = {}
+    state: dict[str, Any] = {}
     for key, value in read_training(checkpoint).items():
         name, _, quantity = key.rpartition(":")
         if name in current["state"]:

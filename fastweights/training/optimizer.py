@@ -13,7 +13,7 @@ from fastweights.modeling.families import family_of
 from fastweights.modeling.layer import HeadNorm
 from fastweights.training.losses import converted_layers
 from fastweights.training.recipe import Recipe, Stage
-from fastweights.utils.errors import Stopped
+from fastweights.utils.errors import Argument, FastWeightsError, Stopped
 
 # A run's loss is its mean over this many steps when it is asked whether it diverges.
 WATCHED_STEPS = 20
@@ -34,7 +34,7 @@ class DivergenceWatch:
         self.best = math.inf
         self.above = 0
 
-    def see(self, loss: float) -> None:
+    def update(self, loss: float) -> None:
         self.recent = [*self.recent[-(WATCHED_STEPS - 1) :], loss]
         mean = sum(self.recent) / len(self.recent)
         self.best = min(self.best, mean)
@@ -117,7 +117,9 @@ def make_optimizer(student: Any, stage: Stage) -> torch.optim.Optimizer:
             if chosen:
                 groups.append({"params": chosen, "peak": peak, "weight_decay": decay})
     if not groups:
-        raise ValueError(f"the stage {stage.loss} trains nothing: with --lora only projections, and their rate is 0")
+        raise FastWeightsError(
+            f"the stage {stage.loss} trains nothing: with ", Argument("lora"), " only projections, and their rate is 0"
+        )
     fused = groups[0]["params"][0].is_cuda  # type: ignore[index]
     return torch.optim.AdamW(groups, lr=0.0, betas=(stage.beta1, stage.beta2), fused=fused)
 

@@ -50,11 +50,12 @@ def load_teacher(student: Any, source: str, teacher: str | None = None, *, dtype
 
 def check_sizes(teacher: Any, student: Any, name: str) -> None:
     """Refuse a teacher whose vocabulary, layers or width are not the student's."""
-    found, expected = _sizes(teacher), _sizes(student)
+    found, expected = sizes_of(teacher), sizes_of(student)
     if found != expected:
         raise TeacherError(Argument("teacher"), f" {name} ({found}) is not the model that was converted ({expected})")
 
 
-def _sizes(model: Any) -> str:
+def sizes_of(model: Any) -> str:
+    """The vocabulary, layers and width of a model in words."""
     config, layers = model.config, len(family_of(model).blocks(model))
     return f"vocabulary {config.vocab_size}, {layers} layers, width {config.hidden_size}"

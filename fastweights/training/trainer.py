@@ -370,7 +370,7 @@ class Trainer:
         return lora
 
     def _distribute(self, loss: StageLoss) -> nn.Module:
-        """DDP through accelerate, or FSDP2. There every fast-weight layer is a unit, because transfer calls it alone."""
+        """DDP through accelerate, or FSDP2 with every fast-weight layer as a unit, because transfer calls it alone."""
         if not self.sharded:
             return self.accelerator.prepare(loss) if self.world_size > 1 else loss
         # a layer's output may be a view; no family changes it in place
@@ -467,7 +467,7 @@ class Trainer:
         name = Path(self.teacher.config._name_or_path).name
         self.display.print(f"measuring {name}")
         loss = self.validation_loss(lambda batch: next_token_loss(self.teacher, batch))
-        self.progress.base = {"name": name, "perplexity": _perplexity(loss)}
+        self.progress.base = {"name": name, "perplexity": perplexity(loss)}
 
     def _validate(self, module: nn.Module) -> bool:
         """Validate and log it. Returns whether it is the best so far; the one before the first step does not count."""
@@ -483,7 +483,7 @@ class Trainer:
                 raise Diverged(f"step {progress.step}: the validation loss is {loss}")
             return False  # right after conversion; training may repair it
         point = {"step": progress.step, "tokens": progress.tokens, "stage": progress.stage, "loss": loss}
-        progress.validation.append(point | {"perplexity": _perplexity(loss)})
+        progress.validation.append(point | {"perplexity": perplexity(loss)})
         self._write_log({"step": progress.step, "stage": progress.stage, "validation_loss": loss})
         base = None if progress.base is None else progress.base["perplexity"]
         self.display.validation(progress.tokens, progress.validation[-1]["perplexity"], base)
@@ -642,7 +642,7 @@ def _make_accelerator(config: TrainConfig, folder: Path) -> Accelerator:
     return accelerator
 
 
-def _perplexity(loss: float) -> float:
+def perplexity(loss: float) -> float:
     """exp(loss), without an overflow."""
     return math.exp(min(loss, 700.0))
 

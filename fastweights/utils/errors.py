@@ -16,8 +16,19 @@ class Argument(str):
     """The name of an argument inside an error message."""
 
 
-class FastWeightsError(ValueError):
-    """Base of all errors about what a caller passed. The message is given in parts: text and `Argument`s."""
+class Call(Argument):
+    """A call of the library inside a message. The command line shows `command`, which does the same."""
+
+    command: str
+
+    def __new__(cls, call: str, command: str) -> Call:
+        self = super().__new__(cls, call)
+        self.command = command
+        return self
+
+
+class _Message(Exception):
+    """A message in parts: text and `Argument`s."""
 
     def __init__(self, *parts: str) -> None:
         self.parts = parts
@@ -31,11 +42,15 @@ class FastWeightsError(ValueError):
         return self.message()
 
 
+class FastWeightsError(_Message, ValueError):
+    """Base of all errors about what a caller passed."""
+
+
 class CheckpointError(FastWeightsError):
     """A checkpoint that cannot be read, or whose tensors do not fit the model that its config describes."""
 
 
-class Stopped(Exception):
+class Stopped(_Message):
     """A run that ended early and left a checkpoint to resume from."""
 
     exit_code = 1

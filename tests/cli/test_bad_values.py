@@ -21,7 +21,7 @@ from fastweights import quickstart
 from fastweights.loading import load, save
 from fastweights.modeling.cache import FastWeightsCache, StateError
 from fastweights.training.recipe import load_recipe
-from fastweights.training.run import Interrupted
+from fastweights.training.trainer import Interrupted
 from fastweights.utils.files import write_text
 from fastweights.utils.provenance import provenance
 

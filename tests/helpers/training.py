@@ -125,12 +125,12 @@ class CrashingDisplay(Display):
             self.then()
 
 
-def train_in(folder: Path, task: TrainConfig) -> dict[str, Any]:
-    return train(task, folder, display=Display(enabled=False))
+def train_in(folder: Path, config: TrainConfig) -> dict[str, Any]:
+    return train(config, folder, display=Display(enabled=False)).to_dict()
 
 
 def resume_in(folder: Path) -> dict[str, Any]:
-    return resume(folder, display=Display(enabled=False))
+    return resume(folder, display=Display(enabled=False)).to_dict()
 
 
 def crash_after(folder: Path, task: TrainConfig, steps: int) -> None:

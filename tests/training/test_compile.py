@@ -17,7 +17,7 @@ import fastweights as fw
 from fastweights.training.losses import StageLoss, capture_attention
 from fastweights.training.optimizer import compile_blocks, leave_uncompiled
 from fastweights.training.recipe import Stage
-from fastweights.training.run import Run
+from fastweights.training.trainer import Trainer
 
 # the compiler looks at gradients of tensors that have none
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -73,7 +73,7 @@ def test_nothing_is_compiled_to_validate(tmp_path: Path, monkeypatch: pytest.Mon
         return graph
 
     twice = torch.compile(lambda x: 2 * x, backend=compiler)
-    monkeypatch.setattr(Run, "validation_loss", lambda run, score: float(twice(torch.ones(()))))
+    monkeypatch.setattr(Trainer, "validation_loss", lambda run, score: float(twice(torch.ones(()))))
     with training_files(tmp_path) as files:
         recipe = make_recipe(({"loss": "finetune", "tokens": STEP},))
         result = train_in(tmp_path / "run", make_train_config(files, recipe))

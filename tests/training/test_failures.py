@@ -39,7 +39,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from fastweights.training import checkpoint
-from fastweights.training.trainer import Diverged, TrainConfig, TrainingError, resume, train
+from fastweights.training.trainer import Diverged, TrainConfig, Trainer, TrainingError, resume, train
 from fastweights.utils.progress import Display
 
 
@@ -102,7 +102,7 @@ def test_weights_that_are_not_numbers(files: Files, tmp_path: Path) -> None:
 
 
 def test_a_validation_that_is_not_a_number(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastweights.training.run.Run.validation_loss", lambda *_: float("inf"))
+    monkeypatch.setattr("fastweights.training.trainer.Trainer.validation_loss", lambda *_: float("inf"))
     result = diverged(tmp_path / "run", make_train_config(files, make_recipe(FINETUNE)))
     assert result["diverged"]["reason"] == "step 4: the validation loss is inf"
     assert (tmp_path / "run" / "last").readlink().name == "0-0000003"
@@ -162,7 +162,7 @@ def test_a_disk_that_fills_up_costs_one_checkpoint(
     said = str(failure.value)
     assert said.startswith(f"cannot write the checkpoint {folder / 'checkpoints' / '1-0000006'}: ")
     assert "No space left on device" in said
-    assert said.endswith(f"the checkpoint of step 3 is whole: make room, then fastweights train --resume {folder}")
+    assert said.endswith(f"the checkpoint of step 3 is complete: free disk space, then resume({str(folder)!r})")
     assert os.listdir(folder / "checkpoints") == ["0-0000003"] and (folder / "last").readlink().name == "0-0000003"
     assert AutoModelForCausalLM.from_pretrained(folder / "last")
     resume_in(folder)
@@ -181,9 +181,9 @@ def test_a_disk_too_full_for_the_log(task: TrainConfig, chain: Path, tmp_path: P
 
     with pytest.raises(TrainingError) as failure:
         train(task, folder, display=CrashingDisplay(after, then=fill))
-    whole = "the checkpoint of step 3 is whole" if after == 4 else "no checkpoint was written yet"
-    assert re.match(rf"{re.escape(str(log))}: No space left on device; {whole}: make room", str(failure.value))
-    assert f"fastweights train --resume {folder}" in str(failure.value)
+    whole = "the checkpoint of step 3 is complete" if after == 4 else "no checkpoint was written yet"
+    assert re.match(rf"{re.escape(str(log))}: No space left on device; {whole}: free disk space", str(failure.value))
+    assert f"resume({str(folder)!r})" in str(failure.value)
     kept.replace(log)
     resume_in(folder)
     assert_same_run(folder, chain)
@@ -193,8 +193,8 @@ def test_a_disk_too_full_for_the_result(
     task: TrainConfig, chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "run"
-    with monkeypatch.context() as patched, pytest.raises(TrainingError, match=r"checkpoint of step 12 is whole"):
-        patched.setattr("fastweights.training.trainer.write_result", no_room)
+    with monkeypatch.context() as patched, pytest.raises(TrainingError, match=r"checkpoint of step 12 is complete"):
+        patched.setattr("fastweights.results.write_result", no_room)
         train_in(folder, task)
     assert not (folder / "result.json").exists()
     resume_in(folder)
@@ -210,7 +210,7 @@ def test_a_disk_too_full_to_begin_or_go_on(files: Files, tmp_path: Path, monkeyp
         train_in(folder, task)
     assert os.listdir(folder) == []
     crash_after(folder, task, 4)
-    with monkeypatch.context() as patched, pytest.raises(TrainingError, match="step 3 is whole: make room"):
+    with monkeypatch.context() as patched, pytest.raises(TrainingError, match="step 3 is complete: free disk space"):
         patched.setattr(Path, "replace", no_room)
         resume_in(folder)
     resume_in(folder)
@@ -221,12 +221,12 @@ def test_another_text_is_not_gone_on_with(files: Files, task: TrainConfig, tmp_p
     text.write_text(files.data.read_text())
     crash_after(tmp_path / "run", make_train_config(files, make_recipe(), data=str(text)), 5)
     text.write_text(files.data.read_text().replace("cat", "cow"))
-    with pytest.raises(TrainingError, match=r"--data .*text\.txt is not the text that the run in .*run was begun with"):
+    with pytest.raises(TrainingError, match=r"data .*text\.txt is not the text that the run in .*run was started with"):
         resume_in(tmp_path / "run")
     text.write_text(files.validation.read_text())
     crash_after(tmp_path / "again", make_train_config(files, make_recipe(), validation=str(text)), 5)
     text.write_text(files.validation.read_text().replace("cat", "cow"))
-    with pytest.raises(TrainingError, match=r"--validation .*text\.txt is not the text that the run in .*again was"):
+    with pytest.raises(TrainingError, match=r"validation .*text\.txt is not the text that the run in .*again was"):
         resume_in(tmp_path / "again")
 
 
@@ -248,7 +248,7 @@ def test_a_best_checkpoint_that_becomes_the_last_is_whole(tmp_path: Path) -> Non
 def test_nothing_is_left_to_train_with_lora(files: Files, tmp_path: Path) -> None:
     stages = (dict(loss="distill", tokens=STEP, learning_rate=0.0, body_learning_rate=1e-3),)
     task = make_train_config(files, make_recipe(stages, lora=2))
-    with pytest.raises(ValueError, match="the stage distill trains nothing: with --lora"):
+    with pytest.raises(ValueError, match="the stage distill trains nothing: with lora"):
         train_in(tmp_path / "run", task)
 
 
@@ -256,7 +256,7 @@ def test_a_run_goes_on_with_another_share_of_the_memory(files: Files, tmp_path: 
     task, shares = make_train_config(files, make_recipe(FINETUNE), memory_share=1.0), []
     crash_after(tmp_path / "run", task, 2)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("fastweights.training.trainer._go", lambda found: shares.append(found.task.memory_share))
+        patched.setattr(Trainer, "run", lambda trainer: shares.append(trainer.config.memory_share))
         for share in (None, 0.25):
             resume(tmp_path / "run", display=Display(enabled=False), memory_share=share)
     assert shares == [1.0, 0.25]
@@ -287,5 +287,5 @@ def test_too_little_memory_names_the_flag(files: Files, tmp_path: Path, monkeypa
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 
     monkeypatch.setattr("fastweights.training.losses.StageLoss.forward", refuse)
-    with pytest.raises(TrainingError, match=r"out of memory: take fewer sequences at once \(--micro-batch\)"):
+    with pytest.raises(TrainingError, match=r"out of memory: take fewer sequences at once \(micro_batch\)"):
         train_in(tmp_path / "run", make_train_config(files, make_recipe(FINETUNE), validation=None))

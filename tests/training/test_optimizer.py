@@ -148,7 +148,7 @@ def seen(watch: DivergenceWatch, losses: list[float]) -> int | None:
     """The number of losses after which a watch calls the run diverged."""
     for count, loss in enumerate(losses, 1):
         try:
-            watch.see(loss)
+            watch.update(loss)
         except Diverged:
             return count
     return None
@@ -162,7 +162,7 @@ def test_a_loss_far_above_its_best_for_long_has_diverged() -> None:
     with pytest.raises(Diverged, match=r"more than 1.0 above its best, 1.000, for 10 steps: it is at 4.000"):
         seen_all = DivergenceWatch(1.0, 10)
         for loss in [1.0] * 30 + [5.0] * 15:
-            seen_all.see(loss)
+            seen_all.update(loss)
 
 
 @pytest.mark.parametrize(

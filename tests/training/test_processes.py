@@ -154,7 +154,7 @@ def test_a_run_that_is_asked_to_stop(with_dropout: Files, undisturbed: Path, num
     wait_until(lambda: lines_in(folder) >= 4, program.running)
     os.kill(program.pid, number)
     assert program.wait() == code
-    assert f"error: stopped by {number.name}; go on with: fastweights train --resume {folder}" in program.output
+    assert f"error: stopped by {number.name}; resume with: fastweights train --resume {folder}" in program.output
     last = json.loads((folder / "last" / "progress.json").read_text())["step"]
     assert 0 < last < 2 * MANY and last == len(losses_of(folder)) and not (folder / "result.json").exists()
     resume_in(folder)
@@ -171,7 +171,7 @@ def test_a_disk_with_room_for_small_files_only(files: Files, tmp_path: Path) -> 
     program = Program(tmp_path / "output", *command(files, folder, recipe), largest_file=200_000)
     assert program.wait() == 2
     assert f"error: cannot write the checkpoint {folder / 'checkpoints' / '1-0000009'}: " in program.output
-    assert "the checkpoint of step 6 is whole: make room, then fastweights train --resume" in program.output
+    assert "the checkpoint of step 6 is complete: free disk space, then fastweights train --resume" in program.output
     assert os.listdir(folder / "checkpoints") == ["1-0000006"]
     assert AutoModelForCausalLM.from_pretrained(folder / "last")
     resume_in(folder)
@@ -239,6 +239,6 @@ def test_torchrun_is_asked_to_stop(files: Files, alone: Path, tmp_path: Path) ->
         program.send_signal(signal.SIGTERM)
         assert program.wait(60) != 0
         output.seek(0)
-        assert "stopped by SIGTERM; go on with: fastweights train --resume" in output.read()
+        assert "stopped by SIGTERM; resume with: fastweights train --resume" in output.read()
     last = json.loads((folder / "last" / "progress.json").read_text())["step"]
     assert last == len(losses_of(folder)) < 600

@@ -237,7 +237,7 @@ def test_teachers_that_do_not_fit(files: Files) -> None:
     assert "no folder at" in refused(files, "--teacher", files.folder / "nowhere")
     assert "is converted itself" in refused(files, "--teacher", files.converted)
     assert "vocabulary 61, 3 layers, width 32) is not the model" in refused(files, "--teacher", deep)
-    assert "name it with --teacher" in refused(files, model=orphan)
+    assert "name that model with --teacher" in refused(files, model=orphan)
 
 
 def test_folders_that_hold_something(files: Files) -> None:
@@ -251,7 +251,7 @@ def test_folders_that_hold_something(files: Files) -> None:
 
 
 def test_resume_of_nothing_and_with_more(files: Files) -> None:
-    assert "there is no run to go on with" in error_of("train", "--resume", files.folder / "nothing")
+    assert "there is no run to resume" in error_of("train", "--resume", files.folder / "nothing")
     assert "give it alone" in error_of("train", "--resume", files.folder / "nothing", "--seed", 3)
     odd = files.folder / "odd"
     odd.mkdir()

@@ -46,8 +46,7 @@ from fastweights.modeling.layer import FastWeightsAttention
 from fastweights.training import checkpoint
 from fastweights.training.losses import StageLoss
 from fastweights.training.recipe import Stage
-from fastweights.training.run import Run
-from fastweights.training.trainer import train
+from fastweights.training.trainer import Trainer, train
 from fastweights.utils.progress import Display
 
 
@@ -119,7 +118,7 @@ def validation_loss(files: Files, model: Any) -> float:
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 def test_processes_share_the_validation(files: Files, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are counted once, and every process runs the model equally often, as sharded models must be."""
-    monkeypatch.setattr("fastweights.training.run.VALIDATION_BATCH_TOKENS", 32)
+    monkeypatch.setattr("fastweights.training.trainer.VALIDATION_BATCH_TOKENS", 32)
     rows = validation_rows(prepare(files.validation, tokenizer(), progress=False), 32, 4 * 32)
     runs, sums = [], torch.zeros(2, dtype=torch.float64)
 
@@ -129,10 +128,10 @@ def test_processes_share_the_validation(files: Files, world: int, monkeypatch: p
 
     for rank in range(world):
         scored: list[float] = []
-        process: Any = SimpleNamespace(validation=rows, recipe=make_recipe(), world=world, rank=rank, device="cpu")
+        process: Any = SimpleNamespace(validation=rows, recipe=make_recipe(), world_size=world, rank=rank, device="cpu")
         process.accelerator = SimpleNamespace(reduce=reduce)
-        process.autocast, process.on_device = nullcontext, lambda part: part
-        Run.validation_loss(process, lambda part, seen=scored: seen.append(1.0) or part["input_ids"].sum())
+        process._autocast, process._on_device = nullcontext, lambda part: part
+        Trainer.validation_loss(process, lambda part, seen=scored: seen.append(1.0) or part["input_ids"].sum())
         runs.append(len(scored))
     assert runs == [-(-4 // world)] * world
     assert sums.tolist() == [float(rows["input_ids"].sum()), float((rows["labels"][:, 1:] != -100).sum())]
@@ -347,13 +346,13 @@ def test_the_first_signal_is_noted_and_a_second_counts() -> None:
     shown: Any = SimpleNamespace(stop_signal=0, display=Display(enabled=False))
     found, before = signal.getsignal(signal.SIGINT), signal.default_int_handler
     signal.signal(signal.SIGINT, before)  # a process that was started in the background ignores it
-    with Run.signals(shown):
+    with Trainer.signals(shown):
         signal.raise_signal(signal.SIGINT)
         assert shown.stop_signal == signal.SIGINT
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     shown.stop_signal = 0
-    with Run.signals(shown):
+    with Trainer.signals(shown):
         for _ in range(2):  # from whoever ends a group of processes, and from the parent
             signal.raise_signal(signal.SIGTERM)
         assert shown.stop_signal == signal.SIGTERM
@@ -419,7 +418,8 @@ def test_a_tracker_is_told_what_the_log_is(
 
 def test_what_is_shown(files: Files, chain: Path, tmp_path: Path) -> None:
     shown = io.StringIO()
-    result = train(make_train_config(files), tmp_path / "run", display=Display(console=Console(file=shown, width=120)))
+    display = Display(console=Console(file=shown, width=120))
+    result = train(make_train_config(files), tmp_path / "run", display=display).to_dict()
     text = shown.getvalue()
     for found in result["validation"]:
         ratio = found["perplexity"] / result["base"]["perplexity"]
