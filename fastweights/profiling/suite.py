@@ -11,7 +11,8 @@ import torch
 from fastweights.loading import load
 from fastweights.profiling import layer_cost, model_cost
 from fastweights.results import CostResult
-from fastweights.utils.errors import Argument, CheckpointError, FastWeightsError
+from fastweights.training.teacher import TeacherError, base_of, load_teacher
+from fastweights.utils.errors import Argument, FastWeightsError
 
 # Takes a line about what is going on.
 Notify = Callable[[str], None]
@@ -92,11 +93,11 @@ def load_with_base(
         notify: Called with a line if the base is not found.
     """
     loaded = {name: load(source, dtype=dtype).to(device).eval() for name, source in sources.items()}
-    base_name = getattr(next(iter(loaded.values())).config, "fastweights_base", None) if len(loaded) == 1 else None
-    if base_name is None:
+    (source, *others), model = sources.values(), next(iter(loaded.values()))
+    if others or base_of(model) is None:
         return loaded
     try:
-        return {"base": load(base_name, dtype=dtype).to(device).eval()} | loaded
-    except CheckpointError:
-        notify(f"the base {base_name} is not found: measured without it")
+        return {"base": load_teacher(model, source, dtype=dtype).to(device).eval()} | loaded
+    except TeacherError:
+        notify(f"the base {base_of(model)} is not found: measured without it")
         return loaded

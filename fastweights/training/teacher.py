@@ -36,13 +36,13 @@ def load_teacher(student: Any, source: str, teacher: str | None = None, *, dtype
     name = teacher or base_of(student)
     if name is None:
         raise TeacherError(
-            f"{source} does not say which model it was converted from: name that model with ", Argument("teacher")
+            f"{source} does not say which model it was converted from: name it with ", Argument("teacher")
         )
     try:
         model = load(name, dtype=dtype)
     except CheckpointError as error:
-        base = (f"the base of {source}, which ", Argument("teacher"), " can name, is not found: ")
-        raise TeacherError(*((Argument("teacher"), " ") if teacher else base), *error.parts) from error
+        default = () if teacher else (f"the base of {source} is not found, name it with ",)
+        raise TeacherError(*default, Argument("teacher"), ": ", *error.parts) from error
     check_sizes(model, student, name)
     model.config._name_or_path = str(name)  # transformers sets only the folder of a GGUF file
     return model

@@ -163,7 +163,10 @@ def test_missing_recipe_names_the_flag(converted: Path, text: Path, tmp_path: Pa
 def test_missing_base_names_the_teacher_flag(converted: Path, base: Path, text: Path) -> None:
     base.rename(base.with_name("elsewhere"))
     message = train_error(converted, text)
-    assert f"the base of {converted}, which --teacher can name: no folder at {base}: give a model's folder" in message
+    assert (
+        f"the base of {converted} is not found, name it with --teacher: no folder at {base}: give a model's folder"
+        in message
+    )
 
 
 def test_bad_validation_data_names_its_flag(converted: Path, text: Path, tmp_path: Path) -> None:

@@ -94,14 +94,17 @@ def test_every_row_comes_once_an_epoch_in_an_order_of_seed_and_step_alone() -> N
 def test_too_little_text() -> None:
     tokens = token_file([5, 1495])
     for shape, message in (
-        ((2048, 1), "made: 1,500 tokens are fewer than one row of 2,048: give more text, or lower --le"),
-        ((500, 4), "made: 1,500 tokens are no batch of 4 rows of 500 tokens (2,000): give more text with --data"),
+        ((2048, 1), "made: 1,500 tokens are fewer than one row of 2,048: give more text, or lower length"),
+        (
+            (500, 4),
+            "made: 1,500 tokens are no batch of 4 rows of 500 tokens (2,000): give more text, or change batch_tokens",
+        ),
         ((500, 0), "made: 1,500 tokens are no batch of 0 rows of 500 tokens (0)"),
-        ((1, 1), "--length must be at least 2 tokens, the second predicted from the first; found 1"),
+        ((1, 1), "length must be at least 2 tokens, the second predicted from the first; found 1"),
     ):
         with pytest.raises(DataError, match=re.escape(message)):
             PackedBatches(tokens, *shape)
     with pytest.raises(DataError, match="made: 499 tokens are fewer than one row of 500"):
         validation_rows(tokens, 500, limit_tokens=499)
-    with pytest.raises(DataError, match="3 rows cannot be shared evenly by 2 processes: make --batch-tokens a multi"):
+    with pytest.raises(DataError, match="3 rows cannot be shared evenly by 2 processes: make batch_tokens a multi"):
         PackedBatches(tokens, 500, rows=3).batch(0, rank=0, world=2)

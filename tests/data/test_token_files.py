@@ -130,7 +130,9 @@ def test_saved_data_sets_and_parquet(datasets: Any, tmp_path: Path) -> None:
     rows.to_parquet(tmp_path / "a.parquet")
     for name in ("saved", "a.parquet"):
         assert_tokens(tokens_of(tmp_path / name, text_field="body"), DOCUMENTS)
-        assert "has no field 'text', only id, body: name the text's with --text-field" in error_of(tmp_path / name)
+        assert "has no field 'text', only id, body: name the field of the text with text_field" in error_of(
+            tmp_path / name
+        )
     splits = tmp_path / "splits"
     datasets.DatasetDict(train=rows, test=rows).save_to_disk(splits)
     assert f"holds the splits of a data set: choose one, {splits}/test or {splits}/train" in error_of(splits)
@@ -163,7 +165,7 @@ def test_without_the_datasets_package(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("size", [1, 3, 10, 2**20])
 def test_pieces_of_any_size(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each document ends with one eos token, whether the tokenizer puts it there, the text, or nobody."""
-    monkeypatch.setattr(data, "PIECE_CHARACTERS", size)
+    monkeypatch.setattr(data, "CHUNK_CHARACTERS", size)
     monkeypatch.setattr(data, "BATCH_CHARACTERS", size)
     lines = "one\n two\n\n\nthree\n    four\n five six seven\neight\n"
     assert "".join(data._cut(lines)) == lines and (len(data._cut(lines)) > 1) == (size < len(lines))
@@ -332,7 +334,11 @@ BAD_FILES: dict[str, tuple[str, bytes, str]] = {
     "not JSON": ("a.jsonl", b'{"text": "a"}\n\n{"text": \n', ", line 3 is not JSON (Expecting value"),
     "a list": ("a.json", b'["a", "b"]', ", line 1 has no field 'text', it is a list"),
     "no field": ("a.jsonl", b'{"title": 1, "body": 2}', ", line 1 has no field 'text', only title, body: name the"),
-    "no text": ("a.jsonl", b'{"text": 3}', ", line 1: the field 'text' is a int, not text: name the text's with --t"),
+    "no text": (
+        "a.jsonl",
+        b'{"text": 3}',
+        ", line 1: the field 'text' is a int, not text: name the field of the text with text_field",
+    ),
     "damaged xz": ("a.txt.xz", XZ[:40] + b"\0\0\0\0" + XZ[44:], BROKEN),
     "xz cut short": ("a.txt.xz", XZ[:-20], BROKEN),
     "not xz": ("a.jsonl.xz", b"some text", BROKEN),
@@ -352,10 +358,10 @@ def test_bad_files(name: str, tmp_path: Path, cache: Path) -> None:
 def test_bad_sources_and_arguments(source: Path, tmp_path: Path) -> None:
     write(tmp_path / "folder" / "notes.md", "text")
     assert "folder has no file to read: in a folder these are .txt, .jsonl, .json, .pa" in error_of(tmp_path / "folder")
-    assert "model is a model's folder: --data takes text" in error_of(save_model(tmp_path / "model"))
+    assert "model is a model's folder: give a text" in error_of(save_model(tmp_path / "model"))
     for name in ("nothing.txt", "hf:"):
-        assert f"{name}: there is no such file or folder; --data takes a text, JSON lines or" in error_of(name)
-    assert error_of(source, limit=0) == "the limit must be at least 1 token, found 0"
+        assert f"{name}: there is no such file or folder; give a text, JSON lines or" in error_of(name)
+    assert error_of(source, limit=0) == "limit must be at least 1 token, found 0"
     with pytest.raises(CheckpointError, match="has no tokenizer"):
         prepare(source, None)
 

@@ -366,5 +366,5 @@ def test_teachers_of_another_size_or_none(folder: Path, tmp_path: Path) -> None:
     assert run(folder, "--data", "text.txt", "--teacher", "moved").exit_code == 0
     save(converted(pretrained("gpt2")), "unnamed")
     found = error_of("unnamed", "--data", "text.txt")
-    assert found == "unnamed does not say which model it was converted from: name it, --teacher"
+    assert found == "unnamed does not say which model it was converted from: name it with --teacher"
     assert "unnamed has no tokenizer" in error_of("unnamed", "--data", "text.txt", "--teacher", "moved")

@@ -237,7 +237,7 @@ def test_teachers_that_do_not_fit(files: Files) -> None:
     assert "no folder at" in refused(files, "--teacher", files.folder / "nowhere")
     assert "is converted itself" in refused(files, "--teacher", files.converted)
     assert "vocabulary 61, 3 layers, width 32) is not the model" in refused(files, "--teacher", deep)
-    assert "name that model with --teacher" in refused(files, model=orphan)
+    assert "name it with --teacher" in refused(files, model=orphan)
 
 
 def test_folders_that_hold_something(files: Files) -> None:
