@@ -69,14 +69,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_defaults_are_the_papers_best(rule: str) -> None:
+def test_defaults_are_the_best_configuration_of_the_paper(rule: str) -> None:
     config = FastWeightsConfig(rule=rule)
     assert (config.feature_map, config.normalize, config.window) == DEFAULTS[rule]
     assert (config.m, config.gate_init, config.rotary, config.state_heads) == (32, "uniform", "keep", "query")
     assert (config.output_norm, config.layers, config.seed) == (False, None, 0)
 
 
-def test_contract() -> None:
+def test_public_names_exist() -> None:
     """The names product.md gives its users."""
     assert fastweights.FastWeightsConfig is FastWeightsConfig
     assert FastWeightsConfig().rule == "decay"
@@ -86,7 +86,7 @@ def test_contract() -> None:
 
 
 @pytest.mark.parametrize("settings", VALID, ids=str)
-def test_json_round_trip(settings: dict[str, Any]) -> None:
+def test_config_round_trips_through_json(settings: dict[str, Any]) -> None:
     config = FastWeightsConfig(**settings)
     again = FastWeightsConfig.from_json(config.to_json())
     assert again == config
@@ -95,7 +95,7 @@ def test_json_round_trip(settings: dict[str, Any]) -> None:
     assert list(config.to_dict()) == FIELDS
 
 
-def test_layers_are_a_tuple() -> None:
+def test_layers_become_a_tuple() -> None:
     config = FastWeightsConfig(layers=[1, 2])
     assert config.layers == (1, 2)
     assert config.to_dict()["layers"] == [1, 2]
@@ -104,13 +104,13 @@ def test_layers_are_a_tuple() -> None:
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_frozen(name: str) -> None:
+def test_config_is_frozen(name: str) -> None:
     config = FastWeightsConfig()
     with pytest.raises(FrozenInstanceError):
         setattr(config, name, getattr(config, name))
 
 
-def test_replace_checks_again() -> None:
+def test_replace_validates_again() -> None:
     config = FastWeightsConfig(rule="gated", normalize="attention", feature_map="relu")
     assert replace(config, m=8).m == 8
     with pytest.raises(ConfigError, match="no normaliser"):
@@ -118,12 +118,12 @@ def test_replace_checks_again() -> None:
 
 
 @pytest.mark.parametrize(("settings", "reason"), REFUSED, ids=lambda x: str(x) if isinstance(x, dict) else "")
-def test_refusals_say_why(settings: dict[str, Any], reason: str) -> None:
+def test_invalid_settings_are_refused_with_a_reason(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         FastWeightsConfig(**settings)
 
 
-def test_a_refusal_is_a_value_error() -> None:
+def test_config_error_is_a_value_error() -> None:
     assert issubclass(ConfigError, ValueError)
 
 
@@ -142,7 +142,7 @@ def test_attention_normaliser_goes_with_every_map(rule: str, name: str) -> None:
     assert not config.normalizes_sum
 
 
-def test_unknown_setting() -> None:
+def test_unknown_setting_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"unknown setting colour, size; known are rule, m, feature_map"):
         FastWeightsConfig.from_dict({"size": 3, "rule": "add", "colour": "red"})
 

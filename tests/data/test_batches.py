@@ -43,7 +43,7 @@ def as_lists(batch: dict[str, torch.Tensor]) -> list[dict[str, list[int]]]:
     return [{name: part[i].tolist() for name, part in batch.items()} for i in range(len(batch["input_ids"]))]
 
 
-def test_document_boundaries_by_hand() -> None:
+def test_positions_and_labels_restart_at_document_boundaries() -> None:
     """Boundaries inside a row and at both its edges, and documents of one token; models start again at each."""
     tokens = token_file([3, 1, 1, 3, 4, 3, 1, 2])
     rows = validation_rows(tokens, 4)
@@ -57,7 +57,7 @@ def test_document_boundaries_by_hand() -> None:
 
 @settings(deadline=None, max_examples=100, derandomize=True, database=None)
 @given(lists(integers(1, 9), min_size=1), integers(2, 12), integers(1, 4), integers(0, 20), integers(0, 2**32))
-def test_batches_are_what_a_plain_loop_packs(lengths: list[int], length: int, rows: int, step: int, seed: int) -> None:
+def test_batches_equal_those_of_a_naive_loop(lengths: list[int], length: int, rows: int, step: int, seed: int) -> None:
     expected, tokens = naive_rows(lengths, length), token_file(lengths)
     assume(len(expected) >= rows)
     assert as_lists(validation_rows(tokens, length)) == expected
@@ -77,7 +77,7 @@ def first_tokens(batches: PackedBatches, steps: int) -> list[int]:
     return [token for step in range(steps) for token in batches.batch(step)["input_ids"][:, 0].tolist()]
 
 
-def test_every_row_comes_once_an_epoch_in_an_order_of_seed_and_step_alone() -> None:
+def test_every_epoch_has_each_row_once_in_an_order_of_seed_and_step_alone() -> None:
     tokens = token_file([7] * 61)
     batches = PackedBatches(tokens, 4, rows=8, seed=3)
     assert batches.rows_in_epoch == 106  # 427 tokens; the last 3 are left out
@@ -91,13 +91,13 @@ def test_every_row_comes_once_an_epoch_in_an_order_of_seed_and_step_alone() -> N
     assert first_tokens(PackedBatches(tokens, 4, rows=8, seed=4), 53) != samples
 
 
-def test_too_little_text() -> None:
+def test_text_shorter_than_a_batch_is_refused() -> None:
     tokens = token_file([5, 1495])
     for shape, message in (
         ((2048, 1), "made: 1,500 tokens are fewer than one row of 2,048: give more text, or lower length"),
         (
             (500, 4),
-            "made: 1,500 tokens are no batch of 4 rows of 500 tokens (2,000): give more text, or change batch_tokens",
+            "made: 1,500 tokens are no batch of 4 rows of 500 tokens (2,000): give more text, or change bat",
         ),
         ((500, 0), "made: 1,500 tokens are no batch of 0 rows of 500 tokens (0)"),
         ((1, 1), "length must be at least 2 tokens, the second predicted from the first; found 1"),

@@ -20,7 +20,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TokenFile:
     return prepare(tmp_path / "a.txt", tokenizer(), progress=False)
 
 
-def test_a_moved_folder_is_taken_as_it_is(made: TokenFile, tmp_path: Path) -> None:
+def test_copied_token_folder_is_used_without_its_source(made: TokenFile, tmp_path: Path) -> None:
     moved = tmp_path / "moved"
     shutil.copytree(made.folder, moved)
     found = prepare(moved, tokenizer())
@@ -31,7 +31,7 @@ def test_a_moved_folder_is_taken_as_it_is(made: TokenFile, tmp_path: Path) -> No
         prepare(moved, tokenizer())
 
 
-def test_a_limit_holds_for_it_too(made: TokenFile) -> None:
+def test_limit_applies_to_copied_token_folder(made: TokenFile) -> None:
     limit = int(made.starts[2])
     found = prepare(made.folder, tokenizer(), limit=limit)
     assert np.array_equal(found.tokens, made.tokens[:limit]) and np.array_equal(found.starts, made.starts[:2])

@@ -97,7 +97,7 @@ FORMATS = dict.fromkeys(("a.txt", "a.txt.xz", "a.txt.gz", "another.suffix", "ano
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format_gives_the_same_tokens(name: str, tmp_path: Path) -> None:
+def test_all_formats_give_the_same_tokens(name: str, tmp_path: Path) -> None:
     found = tokens_of(write(tmp_path / name, FORMATS[name]))
     assert_tokens(found, DOCUMENTS)
     assert found.tokens.dtype == np.uint16 and isinstance(found.tokens, np.memmap) and found.starts.dtype == np.int64
@@ -106,7 +106,7 @@ def test_every_format_gives_the_same_tokens(name: str, tmp_path: Path) -> None:
     assert {key: found.meta[key] for key in expected} == expected
 
 
-def test_a_folder_is_read_in_order_and_anew_when_a_file_is_added(tmp_path: Path) -> None:
+def test_folder_is_read_in_order_and_tokenised_again_when_a_file_is_added(tmp_path: Path) -> None:
     write(tmp_path / "texts" / "b.jsonl.gz", json_lines(DOCUMENTS[2:]))
     write(tmp_path / "texts" / "a" / "first.txt.xz", f"{DOCUMENTS[0]}\n<|endoftext|>\n{DOCUMENTS[1]}")
     write(tmp_path / "texts" / "README.md", "not data")
@@ -124,15 +124,13 @@ def datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-def test_saved_data_sets_and_parquet(datasets: Any, tmp_path: Path) -> None:
+def test_saved_data_sets_and_parquet_give_the_same_tokens(datasets: Any, tmp_path: Path) -> None:
     rows = datasets.Dataset.from_dict({"id": [1, 2, 3, 4], "body": [*DOCUMENTS, None]})
     rows.save_to_disk(tmp_path / "saved")
     rows.to_parquet(tmp_path / "a.parquet")
     for name in ("saved", "a.parquet"):
         assert_tokens(tokens_of(tmp_path / name, text_field="body"), DOCUMENTS)
-        assert "has no field 'text', only id, body: name the field of the text with text_field" in error_of(
-            tmp_path / name
-        )
+        assert "has no field 'text', only id, body: name the field of the text with text_" in error_of(tmp_path / name)
     splits = tmp_path / "splits"
     datasets.DatasetDict(train=rows, test=rows).save_to_disk(splits)
     assert f"holds the splits of a data set: choose one, {splits}/test or {splits}/train" in error_of(splits)
@@ -156,14 +154,14 @@ def test_hub_data_sets_are_streamed(datasets: Any, tmp_path: Path) -> None:
     assert "has no field 'body', only id, text" in error_of(name, text_field="body")
 
 
-def test_without_the_datasets_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_datasets_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     for name in ("hf:some/text", write(tmp_path / "a.parquet", "")):
         assert "install the datasets package: pip install 'fastweights[eval]'" in error_of(name)
 
 
 @pytest.mark.parametrize("size", [1, 3, 10, 2**20])
-def test_pieces_of_any_size(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_of_any_size_give_the_same_tokens(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each document ends with one eos token, whether the tokenizer puts it there, the text, or nobody."""
     monkeypatch.setattr(data, "CHUNK_CHARACTERS", size)
     monkeypatch.setattr(data, "BATCH_CHARACTERS", size)
@@ -190,7 +188,7 @@ def test_nothing_is_read_beyond_the_limit(tmp_path: Path, monkeypatch: pytest.Mo
         assert found.meta["words"] == len(" ".join(kept).split())
 
 
-def test_halves_of_characters_and_ids_beyond_the_number_of_tokens(tmp_path: Path) -> None:
+def test_lone_surrogates_and_ids_beyond_the_vocabulary_size_are_stored(tmp_path: Path) -> None:
     backend = Tokenizer(WordLevel({"?": 0, "far": 70_000}, unk_token="?"))
     backend.pre_tokenizer = Whitespace()
     made = PreTrainedTokenizerFast(tokenizer_object=backend)
@@ -210,7 +208,7 @@ def refusing(made: Any) -> Any:
     return made
 
 
-def test_tokens_are_made_once(source: Path, cache: Path) -> None:
+def test_text_is_tokenised_once(source: Path, cache: Path) -> None:
     first, used = tokens_of(source), tokenizer()
     used(["a", "bcd"], padding=True, truncation=True, max_length=2)
     for again in (tokenizer(), used):
@@ -220,7 +218,7 @@ def test_tokens_are_made_once(source: Path, cache: Path) -> None:
     assert [folder.name for folder in cache.iterdir()] == [first.folder.name] and len(first.folder.name) == 16
 
 
-def test_tokens_of_a_tokenizer_that_is_stored_otherwise(source: Path) -> None:
+def test_cache_is_reused_for_the_same_tokenizer_stored_differently(source: Path) -> None:
     """What does nothing is written by one version of transformers and left out by another."""
     made, before = tokenizer(), tokens_of(source)
     made.backend_tokenizer.normalizer = Sequence([])
@@ -239,7 +237,7 @@ CHANGES: dict[str, Callable[[Path, Any, dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_tokens_are_made_again_when_anything_changes(name: str, source: Path) -> None:
+def test_any_change_of_source_tokenizer_or_settings_tokenises_again(name: str, source: Path) -> None:
     made, arguments = tokenizer(), dict[str, Any]()
     before = tokens_of(source, made)
     CHANGES[name](source, made, arguments)
@@ -248,7 +246,9 @@ def test_tokens_are_made_again_when_anything_changes(name: str, source: Path) ->
     assert (after.tokens.tolist() != before.tokens.tolist()) == (name in ("content", "tokenizer", "eos", "normalizer"))
 
 
-def test_the_cache_can_be_chosen(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+def test_cache_folder_follows_argument_environment_and_home(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
     chosen = tokens_of(source, cache=tmp_path / "mine")
     assert chosen.folder.parent == tmp_path / "mine" / "data" and not cache.exists()
     monkeypatch.delenv("FASTWEIGHTS_CACHE")
@@ -263,7 +263,7 @@ DAMAGED_META = [("meta.json", content) for content in (b"", b'{"dtype": "uin', b
 
 
 @pytest.mark.parametrize(("file", "content"), [*DAMAGED_TOKENS, *DAMAGED_META, ("starts.npy", b"")])
-def test_a_damaged_cache_is_made_again(file: str, content: bytes, source: Path, cache: Path) -> None:
+def test_damaged_cache_is_written_again(file: str, content: bytes, source: Path, cache: Path) -> None:
     (tokens_of(source).folder / file).write_bytes(content)
     assert_tokens(tokens_of(source), DOCUMENTS)
     assert_tokens(tokens_of(source, refusing(tokenizer())), DOCUMENTS)
@@ -285,7 +285,7 @@ data.prepare(sys.argv[1], Tokens(), progress=False)
 """
 
 
-def test_what_a_killed_process_left_is_removed(source: Path, cache: Path) -> None:
+def test_leftovers_of_killed_processes_are_removed(source: Path, cache: Path) -> None:
     killed = subprocess.run([sys.executable, "-c", KILLED, str(source)], capture_output=True, text=True)
     assert killed.returncode == -9, killed.stderr
     (left,) = cache.iterdir()
@@ -299,7 +299,7 @@ def test_what_a_killed_process_left_is_removed(source: Path, cache: Path) -> Non
     assert set(cache.iterdir()) == {found.folder, alive, elsewhere}
 
 
-def test_of_two_at_once_the_slower_uses_what_the_faster_made(source: Path, cache: Path) -> None:
+def test_of_two_processes_the_slower_uses_the_files_of_the_faster(source: Path, cache: Path) -> None:
     inodes: list[int] = []
 
     class Slow(PreTrainedTokenizerFast):
@@ -313,7 +313,9 @@ def test_of_two_at_once_the_slower_uses_what_the_faster_made(source: Path, cache
     assert [(found.folder / "tokens.bin").stat().st_ino] == inodes and list(cache.iterdir()) == [found.folder]
 
 
-def test_the_progress_bar(source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_progress_bar_is_shown_on_stderr_only(
+    source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     prepare(source, tokenizer(), progress=False)
     assert capsys.readouterr() == ("", "")
@@ -337,7 +339,7 @@ BAD_FILES: dict[str, tuple[str, bytes, str]] = {
     "no text": (
         "a.jsonl",
         b'{"text": 3}',
-        ", line 1: the field 'text' is a int, not text: name the field of the text with text_field",
+        ", line 1: the field 'text' is a int, not text: name the field of the te",
     ),
     "damaged xz": ("a.txt.xz", XZ[:40] + b"\0\0\0\0" + XZ[44:], BROKEN),
     "xz cut short": ("a.txt.xz", XZ[:-20], BROKEN),
@@ -348,14 +350,14 @@ BAD_FILES: dict[str, tuple[str, bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
-def test_bad_files(name: str, tmp_path: Path, cache: Path) -> None:
+def test_damaged_file_is_named_with_its_line(name: str, tmp_path: Path, cache: Path) -> None:
     file, content, message = BAD_FILES[name]
     (tmp_path / file).write_bytes(content)
     assert error_of(tmp_path / file).startswith(f"{tmp_path / file}{message}")
     assert list(cache.glob("*")) == []
 
 
-def test_bad_sources_and_arguments(source: Path, tmp_path: Path) -> None:
+def test_bad_sources_and_arguments_are_refused(source: Path, tmp_path: Path) -> None:
     write(tmp_path / "folder" / "notes.md", "text")
     assert "folder has no file to read: in a folder these are .txt, .jsonl, .json, .pa" in error_of(tmp_path / "folder")
     assert "model is a model's folder: give a text" in error_of(save_model(tmp_path / "model"))
@@ -366,7 +368,7 @@ def test_bad_sources_and_arguments(source: Path, tmp_path: Path) -> None:
         prepare(source, None)
 
 
-def test_a_tokenizer_that_is_not_the_models(source: Path) -> None:
+def test_tokens_of_another_tokenizer_are_refused(source: Path) -> None:
     tokens, made = tokens_of(source), tokenizer()
     largest = int(tokens.tokens.max())
     check_vocabulary(tokens, made, SimpleNamespace(vocab_size=largest + 1))

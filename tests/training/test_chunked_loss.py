@@ -60,7 +60,7 @@ def _lumped(chances: Tensor, few: Tensor) -> Tensor:
     ids=str,
 )
 @pytest.mark.parametrize(("bias", "softcap"), [(False, None), (True, None), (True, 1.5)])
-def test_value_and_gradients(
+def test_loss_and_gradients_equal_autograd_on_whole_logits(
     at_once: int, aim: LossConfig, bias: bool, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(head, "LOGITS_AT_ONCE", at_once)
@@ -79,7 +79,7 @@ def test_value_and_gradients(
             assert_close(name, found, expected, 1e-12)
 
 
-def test_runs_that_share_a_gpu_share_the_room_for_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_share_limits_the_logits_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, memory = torch.device("cuda"), 24 * 2**30
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=memory))
     alone, shared = (head.logits_at_once(gpu, share) for share in (1.0, 0.25))
@@ -96,14 +96,14 @@ def test_runs_that_share_a_gpu_share_the_room_for_logits(monkeypatch: pytest.Mon
         )
 
 
-def test_a_frozen_output_layer_has_no_gradient_and_hidden_still_has() -> None:
+def test_frozen_output_layer_has_no_gradient_but_hidden_states_have() -> None:
     own, hidden = draw(0, False, None)
     own.weight.requires_grad_(False)
     head_loss(own, hidden, torch.zeros(N, dtype=torch.long), LossConfig()).backward()
     assert own.weight.grad is None and hidden.grad is not None
 
 
-def test_without_gradients_none_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_gradient_is_computed_without_grad_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
     monkeypatch.setattr(head, "_chunk", lambda *given: asked.append(given[-1]) or (torch.zeros(()), None))
     own, hidden = draw(0, True, None)
@@ -128,7 +128,7 @@ def test_bfloat16_is_near_float64() -> None:
         assert_close(name, gradient, wanted, 1e-2)
 
 
-def test_the_output_layer_is_back_after_an_error() -> None:
+def test_output_layer_is_restored_after_an_error() -> None:
     model, ids = pretrained("gpt2"), tokens(1, 5)
     expected = model(ids).logits
     with pytest.raises(RuntimeError, match="on purpose"), without_head(model) as seen:

@@ -47,7 +47,7 @@ def gradients(student: Any, teacher: Any, stage: Stage) -> tuple[torch.Tensor, l
 
 
 @pytest.mark.parametrize("name", STAGES)
-def test_the_same_loss_and_gradients(name: str) -> None:
+def test_compiled_blocks_give_the_same_loss_and_gradients(name: str) -> None:
     expected = gradients(converted(), pretrained("llama"), STAGES[name])
     student, teacher = converted(), pretrained("llama")
     compile_blocks(student, teacher, STAGES[name])
@@ -57,7 +57,7 @@ def test_the_same_loss_and_gradients(name: str) -> None:
         assert_close(name, one, other, 1e-4)
 
 
-def test_a_teacher_is_heard_after_a_stage_that_compiled_it() -> None:
+def test_attention_of_uncompiled_teacher_is_captured_again() -> None:
     student, teacher = converted(), pretrained("llama")
     compile_blocks(student, teacher, STAGES["distill"])
     gradients(student, teacher, STAGES["distill"])
@@ -65,7 +65,7 @@ def test_a_teacher_is_heard_after_a_stage_that_compiled_it() -> None:
     assert sorted(capture_attention(teacher, packed()[0])) == [0, 1]
 
 
-def test_nothing_is_compiled_to_validate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validation_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[Any] = []
 
     def compiler(graph: Any, _: Any) -> Any:

@@ -70,7 +70,7 @@ def diverged(folder: Path, task: Any) -> dict[str, Any]:
     return result
 
 
-def test_a_learning_rate_without_measure(files: Files, tmp_path: Path) -> None:
+def test_divergence_leaves_a_finite_checkpoint_and_a_result(files: Files, tmp_path: Path) -> None:
     """The checkpoint from before is still there, and finite."""
     wild = dict(loss="finetune", tokens=50 * STEP, learning_rate=1e30, warmup=0)
     result = diverged(tmp_path / "run", make_train_config(files, make_recipe((CHAIN[0], wild))))
@@ -80,14 +80,14 @@ def test_a_learning_rate_without_measure(files: Files, tmp_path: Path) -> None:
     assert result["best"]["step"] in (4, 6) and (tmp_path / "run" / "best").readlink().name[-1] in "46"
 
 
-def test_a_run_that_diverges_on_the_command_line(files: Files, tmp_path: Path) -> None:
+def test_diverged_run_exits_with_code_3(files: Files, tmp_path: Path) -> None:
     wild = make_recipe((dict(loss="finetune", tokens=9 * STEP, learning_rate=1e30, warmup=0),))
     result = run(*command(files, tmp_path / "run", wild))
     assert result.exit_code == 3 and "result.json" in result.stderr
     assert json.loads((tmp_path / "run" / "result.json").read_text())["diverged"]
 
 
-def test_weights_that_are_not_numbers(files: Files, tmp_path: Path) -> None:
+def test_nan_weights_are_reported_as_divergence_at_step_1(files: Files, tmp_path: Path) -> None:
     student = save_converted(tmp_path / "student", files.base)
     model = AutoModelForCausalLM.from_pretrained(student)
     model.transformer.ln_f.weight.data[3] = float("nan")
@@ -101,14 +101,16 @@ def test_weights_that_are_not_numbers(files: Files, tmp_path: Path) -> None:
     assert result["validation"] == [] and result["best"] is None
 
 
-def test_a_validation_that_is_not_a_number(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_infinite_validation_loss_is_reported_as_divergence(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("fastweights.training.trainer.Trainer.validation_loss", lambda *_: float("inf"))
     result = diverged(tmp_path / "run", make_train_config(files, make_recipe(FINETUNE)))
     assert result["diverged"]["reason"] == "step 4: the validation loss is inf"
     assert (tmp_path / "run" / "last").readlink().name == "0-0000003"
 
 
-def test_a_loss_that_stays_high_ends_the_run(files: Files, tmp_path: Path) -> None:
+def test_loss_far_above_its_best_ends_the_run(files: Files, tmp_path: Path) -> None:
     """Steps as long as the learning rate soon leave the loss far above where it started."""
     wild = dict(loss="finetune", tokens=50 * STEP, learning_rate=0.3, warmup=0)
     task = make_train_config(files, make_recipe((wild,), diverged_above=0.5, diverged_for=5))
@@ -152,7 +154,7 @@ FULL: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 
 @pytest.mark.parametrize("what", FULL)
-def test_a_disk_that_fills_up_costs_one_checkpoint(
+def test_full_disk_loses_one_checkpoint_and_the_run_resumes_to_the_bit(
     task: TrainConfig, chain: Path, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first checkpoint is that of step 3; there is no room for the one of step 6, a stage's last."""
@@ -170,7 +172,7 @@ def test_a_disk_that_fills_up_costs_one_checkpoint(
 
 
 @pytest.mark.parametrize("after", [1, 4])
-def test_a_disk_too_full_for_the_log(task: TrainConfig, chain: Path, tmp_path: Path, after: int) -> None:
+def test_full_disk_while_logging_resumes_to_the_bit(task: TrainConfig, chain: Path, tmp_path: Path, after: int) -> None:
     """/dev/full has no room for anything."""
     folder = tmp_path / "run"
     log, kept = folder / "log.jsonl", folder / "kept"
@@ -189,7 +191,7 @@ def test_a_disk_too_full_for_the_log(task: TrainConfig, chain: Path, tmp_path: P
     assert_same_run(folder, chain)
 
 
-def test_a_disk_too_full_for_the_result(
+def test_full_disk_while_writing_the_result_resumes_to_the_bit(
     task: TrainConfig, chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "run"
@@ -202,7 +204,9 @@ def test_a_disk_too_full_for_the_result(
     assert json.loads((folder / "result.json").read_text())["finished"]
 
 
-def test_a_disk_too_full_to_begin_or_go_on(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_at_start_or_resume_is_reported(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "run"
     task = make_train_config(files, make_recipe(FINETUNE))
     with monkeypatch.context() as patched, pytest.raises(TrainingError, match="choose another output folder"):
@@ -216,7 +220,7 @@ def test_a_disk_too_full_to_begin_or_go_on(files: Files, tmp_path: Path, monkeyp
     resume_in(folder)
 
 
-def test_another_text_is_not_gone_on_with(files: Files, task: TrainConfig, tmp_path: Path) -> None:
+def test_resume_with_another_text_is_refused(files: Files, task: TrainConfig, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(files.data.read_text())
     crash_after(tmp_path / "run", make_train_config(files, make_recipe(), data=str(text)), 5)
@@ -230,7 +234,7 @@ def test_another_text_is_not_gone_on_with(files: Files, task: TrainConfig, tmp_p
         resume_in(tmp_path / "again")
 
 
-def test_a_best_checkpoint_that_becomes_the_last_is_whole(tmp_path: Path) -> None:
+def test_best_checkpoint_that_becomes_the_last_gets_its_optimizer_state(tmp_path: Path) -> None:
     """Killed between its links, then let go of as one that nothing goes on from: it is written once more."""
     model, run_folder = pretrained("gpt2"), tmp_path / "run"
     weights, training = checkpoint.model_weights(model), {"moment": torch.ones(3)}
@@ -245,14 +249,14 @@ def test_a_best_checkpoint_that_becomes_the_last_is_whole(tmp_path: Path) -> Non
     assert checkpoint.read_training(run_folder / "last").keys() == training.keys()
 
 
-def test_nothing_is_left_to_train_with_lora(files: Files, tmp_path: Path) -> None:
+def test_lora_without_a_learning_rate_is_refused(files: Files, tmp_path: Path) -> None:
     stages = (dict(loss="distill", tokens=STEP, learning_rate=0.0, body_learning_rate=1e-3),)
     task = make_train_config(files, make_recipe(stages, lora=2))
     with pytest.raises(ValueError, match="the stage distill trains nothing: with lora"):
         train_in(tmp_path / "run", task)
 
 
-def test_a_run_goes_on_with_another_share_of_the_memory(files: Files, tmp_path: Path) -> None:
+def test_resume_takes_another_memory_share(files: Files, tmp_path: Path) -> None:
     task, shares = make_train_config(files, make_recipe(FINETUNE), memory_share=1.0), []
     crash_after(tmp_path / "run", task, 2)
     with pytest.MonkeyPatch.context() as patched:
@@ -262,7 +266,7 @@ def test_a_run_goes_on_with_another_share_of_the_memory(files: Files, tmp_path: 
     assert shares == [1.0, 0.25]
 
 
-def test_a_loss_knows_its_share_of_the_memory(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_get_the_memory_share(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(trainee: Any, *_: Any) -> Any:
         assert trainee.text.memory_share == trainee.aim.memory_share == 0.25
         raise torch.OutOfMemoryError("seen")
@@ -273,7 +277,7 @@ def test_a_loss_knows_its_share_of_the_memory(files: Files, tmp_path: Path, monk
         train_in(tmp_path / "run", task)
 
 
-def test_a_run_copied_without_its_links_goes_on(files: Files, task: TrainConfig, chain: Path, tmp_path: Path) -> None:
+def test_run_copied_without_links_resumes(files: Files, task: TrainConfig, chain: Path, tmp_path: Path) -> None:
     crash_after(tmp_path / "run", task, 8)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     assert not (tmp_path / "copy" / "last").is_symlink()
@@ -282,7 +286,9 @@ def test_a_run_copied_without_its_links_goes_on(files: Files, task: TrainConfig,
     assert (tmp_path / "copy" / "last").readlink() == (chain / "last").readlink()
 
 
-def test_too_little_memory_names_the_flag(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_names_the_argument_to_change(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 

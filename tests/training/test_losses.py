@@ -33,7 +33,7 @@ def loss_of(student: Any, teacher: Any, batch: dict[str, Tensor], **stage: Any) 
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_finetune_is_the_loss_of_hugging_face(family: str) -> None:
+def test_finetune_loss_equals_transformers(family: str) -> None:
     ids = tokens(2, 20)
     for model in (pretrained(family), converted(family)):
         with torch.no_grad():
@@ -42,7 +42,7 @@ def test_finetune_is_the_loss_of_hugging_face(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_packed_rows_are_the_documents_by_themselves(family: str) -> None:
+def test_loss_of_packed_rows_equals_that_of_separate_documents(family: str) -> None:
     """For teachers, whose families tell documents apart in different ways, converted models and hybrids."""
     rows, documents = packed()
     teacher = pretrained(family)
@@ -56,7 +56,7 @@ def test_packed_rows_are_the_documents_by_themselves(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_packed_transfer_is_the_documents_by_themselves(family: str) -> None:
+def test_transfer_loss_of_packed_rows_equals_that_of_separate_documents(family: str) -> None:
     """What the teacher's attention hears and says, and what the new layers answer."""
     rows, documents = packed()
     teacher, layers = pretrained(family), converted_layers(converted(family))
@@ -82,7 +82,7 @@ def test_rows_of_one_document_need_no_positions() -> None:
     assert [names & {"position_ids", "attention_mask"} for names in given] == [set(), {"position_ids"}]
 
 
-def test_distilling_a_model_into_itself_has_no_loss_and_no_gradient() -> None:
+def test_distilling_a_model_into_itself_has_zero_loss_and_gradient() -> None:
     rows, _ = packed()
     teacher, student, other = pretrained("llama"), pretrained("llama"), converted("llama")
 
@@ -98,7 +98,7 @@ def test_distilling_a_model_into_itself_has_no_loss_and_no_gradient() -> None:
 
 
 @pytest.mark.parametrize(("temperature", "share"), [(1.0, 0.0), (2.5, 0.0), (2.5, 0.3)])
-def test_distill_is_the_divergence_written_out(temperature: float, share: float) -> None:
+def test_distill_loss_equals_the_formula(temperature: float, share: float) -> None:
     rows, _ = packed()
     teacher, student = pretrained("gpt2"), converted("gpt2")
     with torch.no_grad():
@@ -141,7 +141,7 @@ def test_hidden_states_are_matched_block_by_block(family: str) -> None:
     assert not any(block._forward_hooks for block in family_of(teacher).blocks(teacher))
 
 
-def test_the_score_is_cross_entropy_in_every_stage() -> None:
+def test_score_is_cross_entropy_in_every_stage() -> None:
     rows, _ = packed()
     teacher, student = pretrained("gpt2"), converted("gpt2")
     with torch.no_grad():
@@ -152,7 +152,7 @@ def test_the_score_is_cross_entropy_in_every_stage() -> None:
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_transfer_is_nothing_for_attention_itself(family: str) -> None:
+def test_transfer_loss_of_attention_itself_is_zero(family: str) -> None:
     """A local rule with a window as long as the text is the pretrained attention."""
     rows, _ = packed()
     with torch.no_grad():
@@ -162,7 +162,7 @@ def test_transfer_is_nothing_for_attention_itself(family: str) -> None:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_transfer_is_each_layers_error_in_shares_of_its_row(recompute: bool) -> None:
+def test_transfer_loss_is_the_relative_error_of_each_layer(recompute: bool) -> None:
     """An output that is twice what it should be has an error of one, in every row."""
     rows, teacher = batch_of(tokens(3, 16)), pretrained("gpt2")
     student = converted("gpt2", rule="local", window=64)
@@ -177,7 +177,7 @@ def test_transfer_is_each_layers_error_in_shares_of_its_row(recompute: bool) -> 
     assert student.transformer.wpe.weight.grad is None, "transfer runs the new layers alone"
 
 
-def test_transfer_of_a_hybrid_is_about_the_new_layers_alone() -> None:
+def test_transfer_loss_of_a_hybrid_ignores_attention_layers() -> None:
     rows, teacher = batch_of(tokens(2, 16)), pretrained("llama")
     full, hybrid = converted("llama"), converted("llama", **SETTINGS, layers=(1,))
     assert list(converted_layers(hybrid)) == [1]
@@ -195,7 +195,7 @@ def squared_error(layer: Any, heard: Any, batch: dict[str, Tensor]) -> float:
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "opt"])
 @pytest.mark.parametrize("kind", ["full", "scale"])
-def test_fitted_outputs_are_the_best_there_are(family: str, kind: str) -> None:
+def test_no_change_of_fitted_outputs_is_better(family: str, kind: str) -> None:
     """They lower the transfer loss, and no output projection (no scale of heads) nearby is better."""
     rows = batch_of(tokens(8, 32), starts=(0, 20))
     teacher, student = pretrained(family), converted(family, rule="decay", m=5)
@@ -228,7 +228,7 @@ def _change_outputs(layer: Any, factor: Tensor) -> None:
 
 
 @pytest.mark.parametrize("kind", ["full", "scale"])
-def test_fitted_outputs_are_what_least_squares_finds(kind: str) -> None:
+def test_fitted_outputs_equal_least_squares(kind: str) -> None:
     """But for the ridge, the error is the least there is."""
     rows = batch_of(tokens(8, 32))
     teacher, student = pretrained("gpt2"), converted("gpt2", rule="decay", m=5)
@@ -258,7 +258,7 @@ def _least_error(y: Tensor, wanted: Tensor, layer: Any, kind: str) -> float:
     return float((unknowns @ solution - target).square().sum())
 
 
-def test_fitting_needs_no_gradient_and_touches_outputs_only() -> None:
+def test_fitting_needs_no_gradient_and_changes_outputs_only() -> None:
     rows, teacher, student = batch_of(tokens(4, 32)), pretrained("llama"), converted("llama")
     before = {name: tensor.clone() for name, tensor in student.state_dict().items()}
     fit_outputs(student, teacher, [rows], "full")

@@ -33,7 +33,7 @@ def prepared(student: Any, recipe: Recipe | None = None, **stage: Any) -> torch.
     return make_optimizer(student, Stage(**stage))
 
 
-def test_the_learning_rate_rises_and_falls() -> None:
+def test_learning_rate_warms_up_and_follows_a_cosine() -> None:
     """Ten steps, three of them rising to the highest, then half a cosine down to a tenth."""
     stage = Stage(warmup=0.3, final=0.1)
     shares = [learning_rate_share(step, 10, stage) for step in range(10)]
@@ -51,7 +51,7 @@ def test_the_learning_rate_rises_and_falls() -> None:
         (dict(warmup=0.05, final=0.2), 1, [1]),
     ],
 )
-def test_the_ends_of_the_schedule(stage: dict[str, float], steps: int, expected: list[float]) -> None:
+def test_schedule_without_warmup_decay_or_steps(stage: dict[str, float], steps: int, expected: list[float]) -> None:
     found = [learning_rate_share(step, steps, Stage(**stage)) for step in range(steps)]
     assert found == pytest.approx(expected)
 
@@ -74,7 +74,7 @@ def rates(student: Any, optimizer: torch.optim.Optimizer) -> dict[str, float]:
         (dict(loss="finetune", learning_rate=0.0, body_learning_rate=0.2), None, 0.2),
     ],
 )
-def test_attention_and_body_have_rates_of_their_own(
+def test_attention_and_body_have_separate_learning_rates(
     stage: dict[str, Any], attention: float | None, body: float | None
 ) -> None:
     student = student_of(layers=(1,))
@@ -87,7 +87,7 @@ def test_attention_and_body_have_rates_of_their_own(
         assert parameter.requires_grad == (expected is not None), name
 
 
-def test_without_new_attention_everything_learns_at_the_rate() -> None:
+def test_unconverted_model_has_one_learning_rate() -> None:
     student = pretrained("gpt2")
     assert set(rates(student, prepared(student, learning_rate=0.3)).values()) == {0.3}
 
@@ -104,7 +104,7 @@ def test_only_matrices_decay() -> None:
     assert [name for name in resting if "output_norm" in name] and [name for name in resting if "logit" in name]
 
 
-def test_gradients_are_clipped_to_a_norm_and_the_norm_is_told() -> None:
+def test_gradients_are_clipped_and_their_norm_is_returned() -> None:
     student = student_of()
     optimizer = prepared(student)
     student(tokens(2, 16), labels=tokens(2, 16)).loss.backward()
@@ -126,7 +126,7 @@ DROPOUT: dict[str, dict[str, float]] = {
 
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("hybrid", [False, True])
-def test_dropout_is_left_out_unless_it_is_asked_for(family: str, hybrid: bool) -> None:
+def test_dropout_is_off_unless_the_recipe_enables_it(family: str, hybrid: bool) -> None:
     changes = DROPOUT.get(family, dict(attention_dropout=0.5))
     model = type(pretrained(family))(config_of(family, **changes))
     if hybrid:
@@ -154,7 +154,7 @@ def seen(watch: DivergenceWatch, losses: list[float]) -> int | None:
     return None
 
 
-def test_a_loss_far_above_its_best_for_long_has_diverged() -> None:
+def test_smoothed_loss_above_its_best_for_long_is_divergence() -> None:
     """Means of 20 losses: after 30 of 1.0, a loss of 5.0 lifts the mean above 1 + 1 with the sixth, and the run is
     given up when it has been there ten times on end."""
     assert WATCHED_STEPS == 20
@@ -174,9 +174,9 @@ def test_a_loss_far_above_its_best_for_long_has_diverged() -> None:
         [1.0] * 30 + [9.0] * 5 + [1.0] * 100,
     ],
 )
-def test_what_has_not_diverged(losses: list[float]) -> None:
+def test_falling_losses_and_short_spikes_are_no_divergence(losses: list[float]) -> None:
     assert seen(DivergenceWatch(1.0, 30), losses) is None
 
 
-def test_diverging_is_told_apart_from_other_ends() -> None:
+def test_divergence_has_its_own_exit_code() -> None:
     assert Diverged.exit_code == 3

@@ -116,7 +116,7 @@ def kill_while_writing(folder: Path, start: Callable[[], Program]) -> None:
     assert program.wait() == -signal.SIGKILL and writing()
 
 
-def test_a_run_killed_again_and_again_is_the_run_that_was_not(with_dropout: Files, undisturbed: Path) -> None:
+def test_resume_after_sigkill_matches_uninterrupted_run(with_dropout: Files, undisturbed: Path) -> None:
     """`python -m fastweights train`, then --resume: killed in its first steps, while it writes a checkpoint, on the
     border between the stages, somewhere in the second, and while it writes there."""
     folder, output = with_dropout.folder / "killed", with_dropout.folder / "killed.txt"
@@ -147,7 +147,9 @@ def test_a_run_killed_again_and_again_is_the_run_that_was_not(with_dropout: File
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_run_that_is_asked_to_stop(with_dropout: Files, undisturbed: Path, number: signal.Signals, code: int) -> None:
+def test_resume_after_sigterm_or_sigint_matches_uninterrupted_run(
+    with_dropout: Files, undisturbed: Path, number: signal.Signals, code: int
+) -> None:
     folder = with_dropout.folder / number.name
     recipe = Recipe.from_dict(LONG.to_dict() | {"checkpoint_every": 1000})
     program = Program(folder.with_suffix(".txt"), *command(with_dropout, folder, recipe))
@@ -163,7 +165,7 @@ def test_a_run_that_is_asked_to_stop(with_dropout: Files, undisturbed: Path, num
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_a_disk_with_room_for_small_files_only(files: Files, tmp_path: Path) -> None:
+def test_resume_after_full_disk_matches_uninterrupted_run(files: Files, tmp_path: Path) -> None:
     """The limit lets models through, and transfer's optimizer, but not that of a whole model."""
     recipe = make_recipe(validate_every=100)
     train_in(tmp_path / "chain", make_train_config(files, recipe))
@@ -188,7 +190,7 @@ def test_two_processes_have_different_numbers_of_targets(files: Files) -> None:
 @pytest.mark.parametrize(
     "how", [(), ("--shard",), ("--micro-batch", "1"), ("--shard", "--micro-batch", "1")], ids="".join
 )
-def test_two_processes_are_one(files: Files, alone: Path, tmp_path: Path, how: tuple[str, ...]) -> None:
+def test_two_processes_match_one_process(files: Files, alone: Path, tmp_path: Path, how: tuple[str, ...]) -> None:
     """Losses, gradients and validations of one process with the same batch; checkpoints that one process can load."""
     programs = two_programs(tmp_path / "outputs", *command(files, tmp_path / "run", ALL_LOSSES, *how))
     assert [program.wait() for program in programs] == [0, 0], programs[0].output
@@ -211,7 +213,7 @@ def test_two_processes_are_one(files: Files, alone: Path, tmp_path: Path, how: t
     [((), signal.SIGKILL, (0, 1), -signal.SIGKILL), (("--shard",), signal.SIGTERM, (1,), 143)],
     ids=["killed", "sharded, one of them asked to stop"],
 )
-def test_what_two_processes_began_one_can_finish(
+def test_one_process_resumes_a_run_of_two(
     files: Files, alone: Path, tmp_path: Path, how: tuple[str, ...], number: int, told: tuple[int, ...], code: int
 ) -> None:
     folder = tmp_path / "run"
@@ -226,7 +228,7 @@ def test_what_two_processes_began_one_can_finish(
     assert losses_of(folder) == pytest.approx(losses_of(alone), rel=1e-5)
 
 
-def test_torchrun_is_asked_to_stop(files: Files, alone: Path, tmp_path: Path) -> None:
+def test_sigterm_to_torchrun_saves_a_checkpoint(files: Files, alone: Path, tmp_path: Path) -> None:
     """Both processes save the same step; sharded, that takes both of them."""
     folder = tmp_path / "run"
     recipe = make_recipe(tuple(dict(stage, tokens=300 * STEP) for stage in CHAIN), checkpoint_every=1000)

@@ -33,7 +33,7 @@ def error_in(folder: Path, text: str) -> str:
     return str(found.value)
 
 
-def test_there_are_shipped_recipes() -> None:
+def test_paper_and_distill_are_shipped() -> None:
     assert {"paper", "distill"} <= set(SHIPPED)
 
 
@@ -44,19 +44,19 @@ def test_every_shipped_recipe_loads(name: str) -> None:
     assert all(recipe.steps_of(stage) > 1 and 0 < stage.learning_rate < 0.1 for stage in recipe.stages)
 
 
-def test_a_recipe_is_the_defaults_and_what_it_says(tmp_path: Path) -> None:
+def test_fields_of_a_file_replace_defaults(tmp_path: Path) -> None:
     text = "stages:\n- loss: distill\n  learning_rate: 1e-3\n  tokens: 1e6\n- {}\nseed: 3\nbatch_tokens: 2_048\n"
     stages = (Stage(loss="distill", learning_rate=1e-3, tokens=1_000_000), Stage())
     assert load_recipe(write(tmp_path, text)) == Recipe(stages=stages, seed=3, batch_tokens=2048)
     assert load_recipe(write(tmp_path, "seed: 3")) == Recipe(seed=3)
 
 
-def test_recipes_survive_json() -> None:
+def test_recipe_round_trips_through_json() -> None:
     recipe = load_recipe("distill")
     assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
 
 
-def test_steps_and_rows() -> None:
+def test_steps_and_rows_follow_tokens_and_lengths() -> None:
     long, short = Stage(tokens=257, length=64), Stage(tokens=1)
     recipe = Recipe(stages=(long, short), length=32, batch_tokens=128)
     assert [recipe.steps_of(stage) for stage in recipe.stages] == [3, 1]
@@ -103,18 +103,18 @@ def test_steps_and_rows() -> None:
         ("a: [", "is not YAML"),
     ],
 )
-def test_what_a_recipe_must_not_say(tmp_path: Path, text: str, says: str) -> None:
+def test_invalid_recipe_names_file_field_and_value(tmp_path: Path, text: str, says: str) -> None:
     found = error_in(tmp_path, text)
     assert found.startswith(str(tmp_path / "recipe.yaml")) and says in found
 
 
-def test_a_recipe_that_is_not_there() -> None:
+def test_unknown_recipe_lists_the_shipped_ones() -> None:
     for name in ("nothing", "nothing.yaml"):
         with pytest.raises(RecipeError, match=rf"--recipe {name}: no such recipe; shipped are {', '.join(SHIPPED)}"):
             load_recipe(name)
 
 
-def test_changes() -> None:
+def test_changes_replace_settings_of_recipe_and_stages() -> None:
     recipe = Recipe(stages=(Stage(loss="distill"), Stage(), Stage(loss="distill", tokens=5)))
     typed = parse_changes(["distill.tokens=1e3", "seed=4", "finetune.learning_rate=3e-4", "micro_batch=", "lora = 2"])
     assert typed == {
@@ -145,13 +145,13 @@ def test_changes() -> None:
         ("length=1", "length must be at least 2, found 1"),
     ],
 )
-def test_changes_that_cannot_be_made(typed: str, says: str) -> None:
+def test_invalid_change_names_field_and_value(typed: str, says: str) -> None:
     with pytest.raises(RecipeError, match=re.escape(says)):
         change(load_recipe("distill"), parse_changes([typed]))
 
 
 @pytest.mark.parametrize("name", [f.name for f in fields(Recipe) if f.name != "stages"])
-def test_every_setting_is_an_option_with_its_own_description(name: str) -> None:
+def test_every_setting_is_an_option_with_its_help(name: str) -> None:
     text = re.sub(r"\s+", "", succeed("train", "--help").stdout)
     assert f"--{name.replace('_', '-')}" in text
     assert re.sub(r"\s+", "", Recipe.help(name)) in text
@@ -177,14 +177,14 @@ def refused(files: Files, *arguments: Any, model: Path | None = None, output: st
     return error.removeprefix("error: ")
 
 
-def test_the_command_says_what_is_missing(files: Files) -> None:
+def test_missing_arguments_are_named(files: Files) -> None:
     assert error_of("train").startswith("DIR, --data, --output missing")
     assert error_of("train", files.converted, "-o", "out").startswith("--data missing")
     assert error_of("train", files.converted, "--data", files.data).startswith("--output missing")
     assert error_of("train", "--data", files.data, "-o", "out").startswith("DIR missing")
 
 
-def test_errors_name_the_flags(files: Files) -> None:
+def test_command_line_errors_name_flags(files: Files) -> None:
     assert refused(files, "--length", 1).startswith("--length must be at least 2")
     assert refused(files, "--batch-tokens", 100).startswith("--batch-tokens must be a multiple of the sequence length")
     assert refused(files, "--precision", "float16").startswith("--precision='float16' is not known")
@@ -200,14 +200,14 @@ def _json_lines(folder: Path) -> Path:
     return path
 
 
-def test_lengths_beyond_the_positions_of_the_model(files: Files) -> None:
+def test_length_beyond_the_position_table_is_refused(files: Files) -> None:
     assert "--length 128" in refused(files, "--length", 128)
     assert "positions for 96 tokens only" in refused(files, "--set", "distill.length=128")
     validated = ("--set", "transfer.length=32", "--set", "distill.length=32", "--length", 128)
     assert "positions for 96 tokens only" in refused(files, *validated)
 
 
-def test_data_that_is_missing_empty_or_too_little(files: Files) -> None:
+def test_missing_empty_or_short_data_is_refused(files: Files) -> None:
     empty, short = files.folder / "empty.txt", files.folder / "short.txt"
     empty.write_text("\n<|endoftext|>\n \n")
     short.write_text("Hello world")
@@ -218,7 +218,7 @@ def test_data_that_is_missing_empty_or_too_little(files: Files) -> None:
     assert "fewer than one row of 32" in refused(files, "--validation", short)
 
 
-def test_models_that_cannot_be_trained_so(files: Files) -> None:
+def test_recipe_that_does_not_fit_the_model_is_refused(files: Files) -> None:
     bare = save_model(files.folder / "bare", with_tokenizer=False)
     finetune = ("--set", "transfer.loss=finetune", "--set", "distill.loss=finetune")
     assert "has no tokenizer" in refused(files, model=bare)
@@ -231,7 +231,7 @@ def test_models_that_cannot_be_trained_so(files: Files) -> None:
     assert "no folder at" in refused(files, model=files.folder / "nowhere")
 
 
-def test_teachers_that_do_not_fit(files: Files) -> None:
+def test_teacher_that_does_not_fit_is_refused(files: Files) -> None:
     deep, orphan = files.folder / "deep", save_model(files.folder / "orphan", m=4)
     GPT2LMHeadModel(config_of("gpt2", n_layer=3)).save_pretrained(deep)
     assert "no folder at" in refused(files, "--teacher", files.folder / "nowhere")
@@ -240,7 +240,7 @@ def test_teachers_that_do_not_fit(files: Files) -> None:
     assert "name it with --teacher" in refused(files, model=orphan)
 
 
-def test_folders_that_hold_something(files: Files) -> None:
+def test_output_folder_that_is_not_empty_is_refused(files: Files) -> None:
     task = make_train_config(files, make_recipe(({"tokens": 128},)), validation=None)
     train_in(files.folder / "done", task)
     assert "holds a run already: fastweights train --resume" in refused(files, output="done")
@@ -250,7 +250,7 @@ def test_folders_that_hold_something(files: Files) -> None:
     assert "choose another output folder" in refused(files, output="text.txt/inside")
 
 
-def test_resume_of_nothing_and_with_more(files: Files) -> None:
+def test_resume_of_no_run_or_with_other_flags_is_refused(files: Files) -> None:
     assert "there is no run to resume" in error_of("train", "--resume", files.folder / "nothing")
     assert "give it alone" in error_of("train", "--resume", files.folder / "nothing", "--seed", 3)
     odd = files.folder / "odd"
@@ -264,12 +264,12 @@ def test_resume_of_nothing_and_with_more(files: Files) -> None:
         assert says in error_of("train", "--resume", odd)
 
 
-def test_trackers_that_are_not_there(files: Files) -> None:
+def test_missing_tracker_is_refused(files: Files) -> None:
     assert refused(files, "--report-to", "nonsense").startswith("--report-to nonsense: Unsupported logging capability")
     assert "install its package first" in refused(files, "--report-to", "dvclive")
 
 
-def test_a_recipe_file_on_the_command_line(files: Files) -> None:
+def test_flags_replace_settings_of_a_recipe_file(files: Files) -> None:
     path = files.folder / "mine.yaml"
     path.write_text(yaml.safe_dump({"stages": [{"tokens": 128}], "length": 32, "batch_tokens": 128}))
     output = files.folder / "typed"

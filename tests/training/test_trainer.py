@@ -73,7 +73,7 @@ def assert_same_losses(found: Path, expected: Path, tolerance: float) -> None:
     assert losses_of(found) == pytest.approx(losses_of(expected), rel=tolerance)
 
 
-def test_what_a_run_leaves_behind(files: Files, chain: Path) -> None:
+def test_finished_run_has_checkpoints_log_and_result(files: Files, chain: Path) -> None:
     assert sorted(os.listdir(chain)) == ["best", "checkpoints", "last", "log.jsonl", "result.json", "run.json"]
     assert set(os.listdir(chain / "checkpoints")) == {(chain / name).readlink().name for name in ("best", "last")}
     result = json.loads((chain / "result.json").read_text())
@@ -88,7 +88,7 @@ def test_what_a_run_leaves_behind(files: Files, chain: Path) -> None:
     assert sum(stage["seconds"] for stage in result["stages"]) < result["seconds"]
 
 
-def test_validations_come_at_the_start_in_between_and_at_the_end_of_a_stage(chain: Path) -> None:
+def test_validation_at_start_at_intervals_and_at_stage_ends(chain: Path) -> None:
     result = json.loads((chain / "result.json").read_text())
     assert [found["step"] for found in result["validation"]] == [0, 4, 6, 10, 12]
     logged = [line["validation_loss"] for line in lines(chain) if "validation_loss" in line]
@@ -96,7 +96,7 @@ def test_validations_come_at_the_start_in_between_and_at_the_end_of_a_stage(chai
     assert result["last"] == result["validation"][-1]
 
 
-def test_best_and_last_are_what_they_say(files: Files, chain: Path) -> None:
+def test_best_and_last_are_models_with_the_logged_validation_loss(files: Files, chain: Path) -> None:
     """The best validation is a checkpoint, whenever it falls; either is an ordinary model with the loss in the log."""
     result = json.loads((chain / "result.json").read_text())
     assert result["best"] == min(result["validation"][1:], key=lambda found: found["loss"])
@@ -116,7 +116,9 @@ def validation_loss(files: Files, model: Any) -> float:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
-def test_processes_share_the_validation(files: Files, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_share_validation_rows_and_run_equally_often(
+    files: Files, world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows are counted once, and every process runs the model equally often, as sharded models must be."""
     monkeypatch.setattr("fastweights.training.trainer.VALIDATION_BATCH_TOKENS", 32)
     rows = validation_rows(prepare(files.validation, tokenizer(), progress=False), 32, 4 * 32)
@@ -142,12 +144,12 @@ def test_tied_embeddings_are_saved_once(chain: Path, files: Files) -> None:
     assert "lm_head.weight" not in weights_of(chain / "last")
 
 
-def test_losses_go_down(chain: Path) -> None:
+def test_losses_decrease(chain: Path) -> None:
     losses = losses_of(chain)
     assert losses[5] < 0.6 * losses[0] and losses[11] < 0.6 * losses[6]
 
 
-def test_the_seed_is_the_order(files: Files, chain: Path, tmp_path: Path) -> None:
+def test_same_seed_repeats_the_run_and_another_does_not(files: Files, chain: Path, tmp_path: Path) -> None:
     train_in(tmp_path / "again", make_train_config(files))
     assert_same_run(tmp_path / "again", chain)
     train_in(tmp_path / "other", make_train_config(files, make_recipe(seed=1)))
@@ -155,7 +157,7 @@ def test_the_seed_is_the_order(files: Files, chain: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("after", [2, 4, 6, 7, 11])
-def test_a_crashed_run_goes_on_as_if_nothing_was(files: Files, chain: Path, tmp_path: Path, after: int) -> None:
+def test_resume_after_crash_matches_uninterrupted_run(files: Files, chain: Path, tmp_path: Path, after: int) -> None:
     """Before the first checkpoint (3), after it, after the last step of a stage, in the next one."""
     crash_after(tmp_path / "run", make_train_config(files), after)
     result = resume_in(tmp_path / "run")
@@ -164,13 +166,13 @@ def test_a_crashed_run_goes_on_as_if_nothing_was(files: Files, chain: Path, tmp_
     assert result["validation"] == expected["validation"] and result["curve"] == expected["curve"]
 
 
-def test_a_finished_run_has_nothing_to_go_on_with(files: Files, chain: Path) -> None:
+def test_resume_of_a_finished_run_changes_nothing(files: Files, chain: Path) -> None:
     before, result = log_of(chain), json.loads((chain / "result.json").read_text())
     again = resume_in(chain)
     assert log_of(chain) == before and {name: result[name] for name in again} == again
 
 
-def test_a_half_written_line_of_the_log_is_written_again(files: Files, chain: Path, tmp_path: Path) -> None:
+def test_truncated_log_line_is_written_again(files: Files, chain: Path, tmp_path: Path) -> None:
     crash_after(tmp_path / "run", make_train_config(files), 5)
     with (tmp_path / "run" / "log.jsonl").open("a") as log:
         log.write('{"step": 6, "sta')
@@ -179,7 +181,7 @@ def test_a_half_written_line_of_the_log_is_written_again(files: Files, chain: Pa
 
 
 @pytest.mark.parametrize("stopped_at", ["best", "last"])
-def test_a_run_killed_between_its_two_links(
+def test_resume_after_crash_between_links_matches_uninterrupted_run(
     files: Files, chain: Path, tmp_path: Path, stopped_at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = checkpoint.link
@@ -201,7 +203,9 @@ def test_a_run_killed_between_its_two_links(
     [dict(micro_batch=1), dict(micro_batch=3), dict(gradient_checkpointing=True)],
     ids=["micro-batches of 1", "micro-batches of 3", "gradient checkpointing"],
 )
-def test_ways_to_save_memory_change_nothing(files: Files, chain: Path, tmp_path: Path, settings: Any) -> None:
+def test_micro_batches_and_gradient_checkpointing_do_not_change_losses(
+    files: Files, chain: Path, tmp_path: Path, settings: Any
+) -> None:
     train_in(tmp_path / "run", make_train_config(files, make_recipe(**settings)))
     assert_same_losses(tmp_path / "run", chain, 1e-5)
 
@@ -227,7 +231,7 @@ def changed(before: Path, after: Path) -> dict[str, float]:
     return {name: float((new[name] - old[name]).abs().max()) for name in old if not torch.equal(new[name], old[name])}
 
 
-def test_transfer_trains_the_new_attention_alone(files: Files, tmp_path: Path) -> None:
+def test_transfer_trains_only_the_new_attention(files: Files, tmp_path: Path) -> None:
     train_in(tmp_path / "run", make_train_config(files, make_recipe(CHAIN[:1])))
     moved = changed(files.converted, tmp_path / "run" / "last")
     assert moved and all(".attn." in name for name in moved)
@@ -235,7 +239,7 @@ def test_transfer_trains_the_new_attention_alone(files: Files, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("rate", [0.0, 1e-4])
-def test_the_body_has_a_rate_of_its_own(files: Files, tmp_path: Path, rate: float) -> None:
+def test_body_learning_rate_applies_to_the_body(files: Files, tmp_path: Path, rate: float) -> None:
     """Adam's first step is as long as the learning rate."""
     stage = dict(loss="distill", tokens=STEP, learning_rate=1e-3, body_learning_rate=rate, warmup=0)
     train_in(tmp_path / "run", make_train_config(files, make_recipe((stage,))))
@@ -245,7 +249,7 @@ def test_the_body_has_a_rate_of_its_own(files: Files, tmp_path: Path, rate: floa
     assert (max(body.values()) == pytest.approx(1e-4, rel=1e-2)) if rate else not body
 
 
-def test_the_teacher_is_the_base_or_who_is_named(files: Files, chain: Path, tmp_path: Path) -> None:
+def test_teacher_is_the_base_or_the_named_model(files: Files, chain: Path, tmp_path: Path) -> None:
     train_in(tmp_path / "named", make_train_config(files, teacher=str(files.base)))
     assert_same_run(tmp_path / "named", chain)
     other = save_base(tmp_path / "other")
@@ -264,7 +268,7 @@ def test_finetuning_needs_no_teacher(files: Files, tmp_path: Path) -> None:
     ]
 
 
-def test_an_unconverted_model_can_be_finetuned(files: Files, tmp_path: Path) -> None:
+def test_unconverted_model_can_be_finetuned_and_resumed(files: Files, tmp_path: Path) -> None:
     task = make_train_config(files, make_recipe(FINETUNE), model=str(files.base))
     crash_after(tmp_path / "run", task, 4)
     assert resume_in(tmp_path / "run")["model"]["settings"] is None
@@ -276,7 +280,7 @@ def test_an_unconverted_model_can_be_finetuned(files: Files, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("family", "settings"), [("llama", dict(layers=(1,), window=4)), ("opt", {}), ("gemma3_text", {})]
 )
-def test_other_families_and_hybrids(files: Files, tmp_path: Path, family: str, settings: Any) -> None:
+def test_families_and_hybrids_train_and_resume(files: Files, tmp_path: Path, family: str, settings: Any) -> None:
     base = save_base(tmp_path / "base", family)
     student = save_converted(tmp_path / "student", base, family, **settings)
     task = make_train_config(files, model=str(student))
@@ -288,7 +292,7 @@ def test_other_families_and_hybrids(files: Files, tmp_path: Path, family: str, s
     assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
-def test_dropout_is_part_of_what_is_repeated(files: Files, tmp_path: Path) -> None:
+def test_resume_with_dropout_matches_uninterrupted_run(files: Files, tmp_path: Path) -> None:
     base = save_base(tmp_path / "base", resid_pdrop=0.2, embd_pdrop=0.2, attn_pdrop=0.2)
     model = str(save_converted(tmp_path / "student", base))
     tasks = {dropout: make_train_config(files, make_recipe(dropout=dropout), model=model) for dropout in (True, False)}
@@ -301,7 +305,7 @@ def test_dropout_is_part_of_what_is_repeated(files: Files, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("fit", ["full", "scale"])
-def test_fitted_outputs_start_lower_in_either_precision(
+def test_fitted_outputs_start_with_a_lower_loss_in_both_precisions(
     files: Files, chain: Path, tmp_path: Path, fit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fastweights.training.trainer.FIT_TOKENS", 1024)
@@ -324,7 +328,7 @@ def test_bfloat16_keeps_the_weights_in_float32(files: Files, chain: Path, tmp_pa
     assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in weights.values())
 
 
-def test_lora_trains_little_and_leaves_an_ordinary_model(files: Files, tmp_path: Path) -> None:
+def test_lora_trains_low_rank_updates_and_saves_a_merged_model(files: Files, tmp_path: Path) -> None:
     student = save_converted(tmp_path / "student", files.base, window=3)
     task = make_train_config(files, make_recipe(lora=2), model=str(student))
     train_in(tmp_path / "whole", task)
@@ -342,7 +346,7 @@ def test_lora_trains_little_and_leaves_an_ordinary_model(files: Files, tmp_path:
         assert_same_run(tmp_path / f"run {after}", tmp_path / "whole")
 
 
-def test_the_first_signal_is_noted_and_a_second_counts() -> None:
+def test_first_signal_is_recorded_and_second_sigint_raises() -> None:
     shown: Any = SimpleNamespace(stop_signal=0, display=Display(enabled=False))
     found, before = signal.getsignal(signal.SIGINT), signal.default_int_handler
     signal.signal(signal.SIGINT, before)  # a process that was started in the background ignores it
@@ -360,7 +364,7 @@ def test_the_first_signal_is_noted_and_a_second_counts() -> None:
     signal.signal(signal.SIGINT, found)
 
 
-def test_a_run_may_be_in_a_thread_which_gets_no_signals(files: Files, tmp_path: Path) -> None:
+def test_run_in_a_thread_ignores_signals(files: Files, tmp_path: Path) -> None:
     results: list[dict[str, Any]] = []
     task = make_train_config(files, make_recipe((dict(FINETUNE[0], tokens=STEP),)))
     thread = threading.Thread(target=lambda: results.append(train_in(tmp_path / "run", task)))
@@ -369,7 +373,7 @@ def test_a_run_may_be_in_a_thread_which_gets_no_signals(files: Files, tmp_path: 
     assert results[0]["finished"]
 
 
-def test_sequences_of_a_stage_may_have_a_length_of_their_own(files: Files, tmp_path: Path) -> None:
+def test_stage_may_have_its_own_sequence_length(files: Files, tmp_path: Path) -> None:
     recipe = make_recipe((dict(CHAIN[0], length=16), CHAIN[1]))
     train_in(tmp_path / "run", make_train_config(files, recipe))
     assert len(losses_of(tmp_path / "run")) == 12
@@ -400,9 +404,7 @@ class FakeTracker(GeneralTracker):
         self.told.append(("finish", None))
 
 
-def test_a_tracker_is_told_what_the_log_is(
-    files: Files, chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tracker_receives_the_log(files: Files, chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "fake", FakeTracker)
     monkeypatch.setattr(FakeTracker, "told", told := [])
     task = make_train_config(files, report_to="fake")
@@ -416,7 +418,7 @@ def test_a_tracker_is_told_what_the_log_is(
     assert told[-1][0] == "finish"
 
 
-def test_what_is_shown(files: Files, chain: Path, tmp_path: Path) -> None:
+def test_display_shows_stages_and_validations(files: Files, chain: Path, tmp_path: Path) -> None:
     shown = io.StringIO()
     display = Display(console=Console(file=shown, width=120))
     result = train(make_train_config(files), tmp_path / "run", display=display).to_dict()
@@ -428,6 +430,6 @@ def test_what_is_shown(files: Files, chain: Path, tmp_path: Path) -> None:
     assert "1/2 transfer" in text and "2/2 distill" in text and "6/6" in text and "tokens/s" in text
 
 
-def test_nothing_is_shown_where_it_is_not_wanted(files: Files, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+def test_disabled_display_prints_nothing(files: Files, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     train_in(tmp_path / "run", make_train_config(files, make_recipe(FINETUNE)))
     assert capfd.readouterr() == ("", "")
