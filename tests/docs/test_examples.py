@@ -92,7 +92,7 @@ def test_commands_run(page: Path, here: Path, base: Path, prepared: Path) -> Non
     for output in outputs:
         shutil.rmtree(output, ignore_errors=True)
     for words in commands:
-        succeed(*(str(base) if word.endswith(".gguf") else word for word in words))
+        succeed(*(str(base) if word == "gpt2" or word.endswith(".gguf") else word for word in words))
     assert all(output.exists() for output in outputs)
 
 
