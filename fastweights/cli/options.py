@@ -1,4 +1,4 @@
-"""What the commands share: options made from settings, numbers and lists as they are typed, errors in one line."""
+"""Shared by the commands: options made from settings, parsing of lists, and errors as one line with flags."""
 
 from __future__ import annotations
 
@@ -24,8 +24,12 @@ SavedModel = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a sav
 LARGEST_LAYER = 100_000
 
 
+class UsageError(FastWeightsError):
+    """A command that cannot run as it was typed. The message names the flags."""
+
+
 def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """What a user can put right is one line on stderr and exit code 2; anything else is a traceback."""
+    """Show an error that a user can correct as one line on stderr, with exit code 2. Others are tracebacks."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -148,7 +152,7 @@ def takes_changes(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def given_options(context: typer.Context, besides: str | tuple[str, ...]) -> list[str]:
-    """The options and arguments that were typed, as they are typed."""
+    """The flags and positional arguments that were given, as they are typed."""
     allowed = (besides,) if isinstance(besides, str) else besides
     typed: list[Any] = [p for p in context.command.params if p.name not in allowed and _was_typed(context, str(p.name))]
     return [p.opts[0] if p.opts[0].startswith("-") else p.metavar.strip("[].") for p in typed]
@@ -160,24 +164,27 @@ def _was_typed(context: typer.Context, name: str) -> bool:
 
 
 def check_output(path: Path | None, is_picture: bool = False) -> None:
-    """Before hours of measuring, not after."""
+    """Refuse an output file that cannot be written, before hours of measuring."""
     if path is not None and path.suffix in (".png", ".svg") and not is_picture:
-        raise ValueError(f"--output {path} is for numbers: give a JSON file, such as {path.with_suffix('.json')}")
+        raise UsageError(
+            f"--output {path} is a picture: give a JSON file for the result, such as {path.with_suffix('.json')}"
+        )
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        raise ValueError(f"--output {path} cannot be written: give a file name in a folder that exists")
+        raise UsageError(f"--output {path} cannot be written: give a file name in a folder that exists")
     if path is not None:
         try:
             tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.").close()
         except OSError as error:
-            reason = f"no file can be made in {path.parent} ({error.strerror}); choose another folder"
-            raise ValueError(f"--output {path} cannot be written: {reason}") from error
+            reason = f"no file can be written in {path.parent} ({error.strerror}); choose another folder"
+            raise UsageError(f"--output {path} cannot be written: {reason}") from error
 
 
 def parse_numbers(flag: str, text: str) -> list[int]:
+    """Whole numbers separated by commas."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError as error:
-        raise ValueError(f"{flag} takes whole numbers such as 0,480, found {text!r}") from error
+        raise UsageError(f"{flag} takes whole numbers such as 0,480, found {text!r}") from error
 
 
 def parse_layers(text: str) -> tuple[int, ...]:
@@ -194,16 +201,21 @@ def parse_layers(text: str) -> tuple[int, ...]:
 
 
 def short_name(name: str, names: list[str]) -> str:
-    """A model's name without its folder, where that tells it apart."""
+    """A model's name without its folder, unless several have that name."""
     return Path(name).name if len({Path(other).name for other in names}) == len(names) else name
 
 
 def usable_device(device: str | None) -> str:
+    """The device, by default a GPU where there is one.
+
+    Raises:
+        UsageError: it cannot be used here.
+    """
     import torch
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {device} cannot be used here: {str(error).splitlines()[0]}") from error
+        raise UsageError(f"--device {device} cannot be used here: {str(error).splitlines()[0]}") from error
     return device

@@ -11,6 +11,7 @@ import typer
 from fastweights.cli.options import (
     DTYPE_HELP,
     Dtype,
+    UsageError,
     check_output,
     given_options,
     parse_numbers,
@@ -53,14 +54,14 @@ def profile(
     check_output(output, is_picture=source is not None)
     if source is not None:
         if others := given_options(context, besides=("source", "output")):
-            raise ValueError(f"--from draws a result again: give it without {', '.join(others)}")
+            raise UsageError(f"--from draws a result again: give it without {', '.join(others)}")
         cost = _read_cost(source)
         print_tables(cost.body)
         typer.echo(_draw(cost, output or source), err=True)
         return
     if models and (layer or heads):
         flag, first = "--layer" if layer else "--heads", short_name(models[0], models)
-        raise ValueError(f"{flag} is for the layer, and {first} is a model: give only one of them")
+        raise UsageError(f"{flag} is for the layer, and {first} is a model: give only one of them")
     usable, notify = usable_device(device), partial(typer.echo, err=True)
     loaded = {}
     if models:

@@ -1,4 +1,4 @@
-"""`fastweights rank`: parses, calls, prints, as cli.py does it."""
+"""`fastweights rank`: which layers to leave as attention."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from fastweights.cli.options import check_output, reports_errors, usable_device
+from fastweights.cli.options import UsageError, check_output, reports_errors, usable_device
+from fastweights.utils.errors import Argument, error_context
 
 if TYPE_CHECKING:
     from fastweights.results import RankingResult
@@ -54,7 +55,7 @@ def rank(
     from fastweights.training.losses import converted_layers
 
     logging.disable_progress_bar()
-    began = time.perf_counter()
+    started = time.perf_counter()
     check_output(output)
     _check_save(save, keep)
     usable = usable_device(device)
@@ -64,7 +65,7 @@ def rank(
     layers = len(converted_layers(student))
     if keep > layers or (save is not None and keep == layers):
         most, why = (layers, "") if save is None else (layers - 1, ", so that --save has a layer left to convert")
-        raise ValueError(f"--keep {keep}: {folder} has {layers} converted layers, choose at most {most}{why}")
+        raise UsageError(f"--keep {keep}: {folder} has {layers} converted layers, choose at most {most}{why}")
     rows = _rows(folder, data, tokenizer, (student, base), tokens, length, text_field)
     found = rank_layers(student, base, batches_of(rows), keep=keep, fit=fit)
     base_name = Path(teacher or student.config.fastweights_base).name
@@ -78,7 +79,7 @@ def rank(
         layers=found.layers,
         chosen=found.chosen,
         kl_after=found.kl_after,
-        seconds=round(time.perf_counter() - began, 2),
+        seconds=round(time.perf_counter() - started, 2),
     )
     _print(result)
     if output is not None:
@@ -89,40 +90,36 @@ def rank(
 
 
 def _check_save(save: Path | None, keep: int) -> None:
-    """Before minutes of measuring, not after."""
+    """Refuse a folder that cannot be written, before minutes of measuring."""
     if save is None:
         return
     if not keep:
-        raise ValueError(f"--save {save}: say with --keep how many layers of the hybrid are attention")
+        raise UsageError(f"--save {save}: give --keep, how many layers of the hybrid are attention")
     if save.exists() and (not save.is_dir() or any(save.iterdir())):
-        raise ValueError(f"--save {save} exists and is not an empty folder: name a new one")
+        raise UsageError(f"--save {save} exists and is not an empty folder: name a new one")
     above = next(folder for folder in save.absolute().parents if folder.exists())
     if not os.access(above, os.W_OK):
-        raise ValueError(f"--save {save}: {above} cannot be written to; choose another folder")
+        raise UsageError(f"--save {save}: {above} cannot be written to; choose another folder")
 
 
 def _rows(
     folder: Path, data: str, tokenizer: Any, models: tuple[Any, Any], tokens: int, length: int | None, text_field: str
 ) -> Batch:
     from fastweights.data.batches import validation_rows
-    from fastweights.data.readers import DataError
     from fastweights.data.token_files import check_vocabulary, prepare
     from fastweights.evaluation.perplexity import window_for
     from fastweights.loading import require_tokenizer
 
-    wanted = min(LENGTH, tokens) if length is None else length
-    if tokens < wanted:
-        raise ValueError(f"--tokens {tokens} are fewer than one row: give at least --length {length}")
-    most = window_for(models, wanted)
+    row = min(LENGTH, tokens) if length is None else length
+    if tokens < row:
+        raise UsageError(f"--tokens {tokens} are fewer than one row: give at least --length {length}")
+    most = window_for(models, row)
     if length is not None and length > most:
-        raise ValueError(f"--length {length}: {folder} has positions for {most} tokens only")
+        raise UsageError(f"--length {length}: {folder} has positions for {most} tokens only")
     require_tokenizer(tokenizer, folder)
-    try:
-        shown = Console(stderr=True).is_terminal  # elsewhere a bar would leave an empty line
-        prepared = prepare(data, tokenizer, text_field=text_field, limit=tokens, progress=shown)
+    with error_context(Argument("data"), " "):
+        prepared = prepare(data, tokenizer, text_field=text_field, limit=tokens)
         rows = validation_rows(prepared, most)
-    except DataError as error:
-        raise ValueError(f"--data {error}") from error
     check_vocabulary(prepared, tokenizer, models[0].config)
     return rows
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fastweights.cli.options import given_options, reports_errors
+from fastweights.cli.options import UsageError, given_options, reports_errors
 
 
 @reports_errors
@@ -34,13 +34,13 @@ def report(
 
     if fill:
         if others := given_options(context, besides=("results", "fill", "check")):
-            raise ValueError(f"--fill fills pages: give it without {', '.join(others)}")
+            raise UsageError(f"--fill fills pages: give it without {', '.join(others)}")
         stale = [page for page in fill if fill_page(page, results or None, write=not check)]
         for page in stale:
             typer.echo(f"{page}: {'not up to date' if check else 'filled'}")
         raise typer.Exit(int(check and bool(stale)))
     if check:
-        raise ValueError("--check goes with --fill: name the page to check, --fill PAGE")
+        raise UsageError("--check goes with --fill: name the page to check, --fill PAGE")
     typer.echo(str(make_report(results or [], output, title=title)))
     if card is not None:
         typer.echo(str(write_model_card(results or [], card, base_name=base_name, license=license)))

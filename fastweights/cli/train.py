@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from fastweights.cli.options import given_options, reports_errors, stage_help, takes_changes
+from fastweights.cli.options import UsageError, given_options, reports_errors, stage_help, takes_changes
 from fastweights.results import TrainingResult
 
 PARENT_POLL_SECONDS = 0.5
@@ -62,12 +62,12 @@ def train(
     if resume is not None:
         others = given_options(context, besides=("resume", "parent"))
         if others:
-            raise ValueError(f"--resume takes the settings of the run: give it alone, without {', '.join(others)}")
+            raise UsageError(f"--resume takes the settings of the run: give it alone, without {', '.join(others)}")
         result, folder = resume_training(resume), resume
     else:
         if model is None or data is None or output is None:
             missing = [n for n, v in (("DIR", model), ("--data", data), ("--output", output)) if v is None]
-            raise ValueError(f"{', '.join(missing)} missing: fastweights train DIR --data TEXT -o FOLDER")
+            raise UsageError(f"{', '.join(missing)} missing: fastweights train DIR --data TEXT -o FOLDER")
         made = changed(load_recipe(recipe), changes | parse_changes(change))
         config = TrainConfig(
             model=model,

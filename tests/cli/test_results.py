@@ -53,7 +53,7 @@ def test_unwritable_output_is_refused_before_measuring(models: tuple[Path, Path]
 def test_folder_without_write_access_is_refused_before_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastweights.profiling.layer_cost.layer_cost", None)  # nothing is measured
     error = error_of("profile", "--layer", "--lengths", "4", "-o", "/proc/x.json")
-    assert error.startswith("--output /proc/x.json cannot be written: no file can be made in /proc (")
+    assert error.startswith("--output /proc/x.json cannot be written: no file can be written in /proc (")
     assert error.endswith("choose another folder")
 
 
@@ -124,7 +124,7 @@ def test_profile_refuses_bad_combinations(layer_result: Path, tmp_path: Path, mo
     assert "no result file at no.json" in error("--from", "no.json")
     assert error(models[0], "--layer") == "--layer is for the layer, and base is a model: give only one of them"
     assert error(models[0], "--heads", 2).startswith("--heads is for the layer")
-    assert "--output a.svg is for numbers: give a JSON file, such as a.json" in error("-o", "a.svg")
+    assert "--output a.svg is a picture: give a JSON file for the result, such as a.json" in error("-o", "a.svg")
     assert "--lengths must be at least one text length" in run("profile", "--layer", "--lengths", "0").stderr
     (tmp_path / "empty.json").write_text('{"kind": "cost"}')
     assert "nothing to draw: empty.json has no point" in run("profile", "--from", "empty.json").stderr

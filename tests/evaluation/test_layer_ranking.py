@@ -338,7 +338,7 @@ def test_errors_name_the_flag(folder: Path, tmp_path: Path) -> None:
         (["missing/or/not", *text], "no folder at missing/or/not"),
         ([folder, *text, "--keep", 3], f"--keep 3: {folder} has 2 converted layers, choose at most 2"),
         ([folder, *text, "--keep", 2, "--save", "new"], "choose at most 1, so that --save has a layer left to convert"),
-        ([folder, *text, "--save", "new"], "--save new: say with --keep how many layers"),
+        ([folder, *text, "--save", "new"], "--save new: give --keep, how many layers"),
         ([folder, *text, "--keep", 1, "--save", "base"], "--save base exists and is not an empty folder"),
         ([folder, *text, "--keep", 1, "--save", "file"], "--save file exists and is not an empty folder"),
         ([folder, "--data", "empty.txt"], "--data empty.txt has no text in it"),
