@@ -10,14 +10,16 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
+from paper_tables import paper_tables
 from speed_tables import speed_tables
 
 from fastweights.config import FastWeightsConfig
 from fastweights.report import fill_page, is_filled
 from fastweights.report.page import Plot, Table
 from fastweights.report.plots import draw
-from fastweights.report.training import comparison
+from fastweights.report.training import Curve, curves_panel
 
 ROOT = Path(__file__).parent.parent
 
@@ -25,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 def stale_pages(write: bool) -> list[str]:
     """The pages in which something was not up to date."""
     pages = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if is_filled(page)]
-    parts = {**speed_tables(), "settings": _settings(), "recipes compared": _recipes_compared()}
+    parts = {**speed_tables(), **paper_tables(), "settings": _settings(), "recipes compared": _recipes_compared()}
     return [str(page.relative_to(ROOT)) for page in pages if fill_page(page, parts=parts, write=write)]
 
 
@@ -38,10 +40,15 @@ def _settings() -> Table:
     return Table(["setting", "default", "choices", "meaning"], rows, names=4, name="settings")
 
 
+def _curve(run: dict[str, Any]) -> Curve:
+    return Curve([(point["tokens"], point["perplexity"]) for point in run["validation"]], run["diverged"] is not None)
+
+
 def _recipes_compared() -> Plot:
     result = json.loads((ROOT / "results/recipes_compared.json").read_text())
     caption = "Validation perplexity against tokens for two recipes, three seeds each. From recipes_compared.json."
-    panel = comparison(result["runs"], result["base"])
+    curves = {label: [_curve(run) for run in runs] for label, runs in result["runs"].items()}
+    panel = curves_panel(curves, result["base"])
     return Plot("recipes_compared.svg", lambda: draw(panel), caption, "recipes compared")
 
 

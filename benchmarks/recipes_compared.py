@@ -20,6 +20,7 @@ from fastweights.conversion import convert
 from fastweights.loading import load, load_tokenizer, save
 from fastweights.quickstart import PACKAGED, RECOVERY_TEXT, SETTINGS, VALIDATION_TEXT
 from fastweights.report import compare_curves
+from fastweights.results import TrainingResult
 from fastweights.training.recipe import Recipe, Stage, load_recipe
 from fastweights.training.trainer import TrainConfig, train
 from fastweights.utils.progress import Display
@@ -54,7 +55,8 @@ def main() -> None:
     with ProcessPoolExecutor(options.processes, get_context("spawn")) as pool:
         results = list(pool.map(run, jobs))
     by_name = {name: [r for (n, _, _), r in zip(jobs, results, strict=True) if n == name] for name in names}
-    base = results[0]["base"]["perplexity"]
+    assert results[0].base is not None
+    base = results[0].base.perplexity
     fields = ("seed", "tokens", "recipe", "validation", "best", "last", "seconds", "diverged")
     write_result(
         options.out,
@@ -63,15 +65,15 @@ def main() -> None:
             "seed": seeds,
             "tokens": options.tokens,
             "base": base,
-            "runs": {name: [{key: r[key] for key in fields} for r in runs] for name, runs in by_name.items()},
+            "runs": {name: [{key: r.to_dict()[key] for key in fields} for r in runs] for name, runs in by_name.items()},
         },
     )
     compare_curves(by_name, options.plot, base=base)
     for name, runs in by_name.items():
-        print(name, [round(r["last"]["perplexity"] / base, 3) for r in runs])
+        print(name, [round(r.last.perplexity / base, 3) for r in runs if r.last])
 
 
-def run(job: tuple[str, int, int]) -> dict[str, Any]:
+def run(job: tuple[str, int, int]) -> TrainingResult:
     name, seed, tokens = job
     torch.set_num_threads(1)
     recipe: Recipe = dataclasses.replace(
@@ -87,7 +89,7 @@ def run(job: tuple[str, int, int]) -> dict[str, Any]:
             teacher=str(PACKAGED),
             validation=str(VALIDATION_TEXT),
         )
-        return train(task, Path(folder) / "run", display=Display(enabled=False)).to_dict()
+        return train(task, Path(folder) / "run", display=Display(enabled=False))
 
 
 if __name__ == "__main__":

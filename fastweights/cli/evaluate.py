@@ -74,7 +74,7 @@ def evaluate(
         task_folder=task_folder,
         batch_size=batch_size,
     )
-    print_tables(result.to_dict())
+    print_tables(result)
     if output is not None:
         result.write(output)
 

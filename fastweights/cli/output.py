@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -11,6 +11,7 @@ from rich.table import Column, Table
 
 if TYPE_CHECKING:
     from fastweights.modeling.description import Description
+    from fastweights.results import Result
 
 
 def print_description(described: Description, name: str) -> None:
@@ -26,7 +27,7 @@ def print_description(described: Description, name: str) -> None:
     Console().print(summary, "", memory)
 
 
-def print_tables(result: dict[str, Any]) -> None:
+def print_tables(result: Result) -> None:
     from fastweights.report import tables_of
 
     console = Console()

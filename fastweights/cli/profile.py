@@ -22,7 +22,7 @@ from fastweights.cli.options import (
 from fastweights.cli.output import print_tables
 
 if TYPE_CHECKING:
-    from fastweights.report.results import Result
+    from fastweights.results import CostResult
 
 PROFILED_HELP = "Models to compare, the base first; by default the paper's layer and the packaged model."
 LENGTHS_HELP = "Text lengths, in tokens; by default 128 to 65,536, for models on a CPU 256 to 16,384."
@@ -49,14 +49,15 @@ def profile(
 
     from fastweights.profiling.suite import load_with_base
     from fastweights.profiling.suite import profile as measure
+    from fastweights.results import CostResult
 
     logging.disable_progress_bar()
     check_output(output, is_picture=source is not None)
     if source is not None:
         if others := given_options(context, besides=("source", "output")):
             raise UsageError(f"--from draws a result again: give it without {', '.join(others)}")
-        cost = _read_cost(source)
-        print_tables(cost.body)
+        cost = CostResult.read(source)
+        print_tables(cost)
         typer.echo(_draw(cost, output or source), err=True)
         return
     if models and (layer or heads):
@@ -80,7 +81,7 @@ def profile(
         compiled=compile,
         notify=notify,
     )
-    print_tables(result.to_dict())
+    print_tables(result)
     if output is not None:
         result.write(output)
         typer.echo(_draw_written(output), err=True)
@@ -99,17 +100,7 @@ def _load_packaged(dtype: str, device: str) -> dict[str, Any]:
     return {"packaged": base, "decay": convert(converted, SETTINGS)}
 
 
-def _read_cost(path: Path) -> Result:
-    from fastweights.report import ReportError
-    from fastweights.report.results import read_results
-
-    (result,) = read_results([path])
-    if result.kind != "cost":
-        raise ReportError(f"--from {path} is a result of {result.kind}: give one that fastweights profile wrote")
-    return result
-
-
-def _draw(result: Result, target: Path) -> str:
+def _draw(result: CostResult, target: Path) -> str:
     """Draw the figure; returns the line that says where it is."""
     from fastweights.report import cost_figure
 
@@ -117,10 +108,11 @@ def _draw(result: Result, target: Path) -> str:
 
 
 def _draw_written(path: Path) -> str:
-    """The figure of a result that was just written. Without it the numbers are safe, too."""
+    """Draw the figure of a result that was written to `path`; without the figure the numbers are safe, too."""
     from fastweights.report import ReportError
+    from fastweights.results import CostResult
 
     try:
-        return _draw(_read_cost(path), path)
+        return _draw(CostResult.read(path), path)
     except ReportError as error:
         return f"no figure: {error}, then fastweights profile --from {path}"

@@ -13,7 +13,7 @@ from fastweights.cli.options import UsageError, given_options, reports_errors
 @reports_errors
 def report(
     results: Annotated[
-        list[Path] | None, typer.Argument(metavar="[RESULT]...", help="JSON files of train, eval, profile.")
+        list[Path] | None, typer.Argument(metavar="[RESULT]...", help="JSON files of train, eval, profile, rank.")
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for report.md and report.html.")] = Path(
         "report"

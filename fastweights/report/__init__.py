@@ -1,9 +1,9 @@
-"""Result files of training, evaluation and profiling -> one page of words, tables and plots, and a model card.
+"""Result files of training, evaluation, profiling and ranking -> one page of words, tables and plots, and a model card.
 
 Either can be made from any of them; what was not measured is left out. A run that diverged is marked with *.
-Files, each importing only from those before it: results (reading; numbers in words), page (structure; Markdown, HTML),
-plots (pictures), parts (what tables and plots share), quality, cost, training, comparison (contents), build (the page),
-figure, card, fill (parts of a report in other pages).
+Files, each importing only from those before it: text (numbers as text), results (reading, labels), page (structure;
+Markdown, HTML), plots (pictures), parts (what tables and plots share), quality, cost, training, comparison, ranking
+(contents), build (the page), figure, card, values, fill (parts of a report in other pages).
 """
 
 from fastweights.report.build import compare_curves, make_report, tables_of

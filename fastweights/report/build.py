@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastweights.report.comparison import comparison_plots, comparison_tables, comparisons, order_text, table_of
-from fastweights.report.cost import cost_parts, cost_plots, cost_tables, winnings
+from fastweights.report.comparison import comparison_plots, comparison_tables, comparisons, table_of
+from fastweights.report.cost import cost_plots, cost_tables, winnings
 from fastweights.report.page import Bullets, Page, Section, Table, to_html, to_markdown
 from fastweights.report.plots import draw
 from fastweights.report.quality import (
@@ -20,28 +20,44 @@ from fastweights.report.quality import (
     recall_tables,
     task_tables,
 )
+from fastweights.report.ranking import ranking_plots, ranking_tables
 from fastweights.report.results import (
-    MISSING,
+    LoadedResult,
     ReportError,
-    Result,
     ResultFile,
-    count_text,
+    costs_in,
     models_in,
+    rankings_in,
     read_results,
     runs_in,
 )
-from fastweights.report.training import comparison, outcomes, training_plots, training_tables
+from fastweights.report.text import MISSING, count_text
+from fastweights.report.training import Curve, curves_panel, outcomes, training_plots, training_tables
+from fastweights.results import CostResult, Result, TrainingResult
 from fastweights.utils.files import write_text
 
 TITLE = "What conversion cost and what it won"
-LOST_UNKNOWN = "Not measured here: the result of an evaluation (fastweights eval) would tell."
-WON_UNKNOWN = "Not measured here: the result of a cost measurement (fastweights profile) would tell."
+LOST_UNKNOWN = "Not measured: add the result of an evaluation (fastweights eval)."
+WON_UNKNOWN = "Not measured: add the result of a cost measurement (fastweights profile)."
 # More runs than this cannot be told apart in one plot, nor read one sentence after another: tables of runs show theirs.
 MANY_RUNS = 12
 
 
 def make_report(results: Sequence[ResultFile], folder: str | os.PathLike, *, title: str | None = None) -> Path:
-    """Write report.md with its plots/, and report.html, which needs no other file; returns the latter's path."""
+    """Write report.md with its plots/, and report.html, which needs no other file.
+
+    Args:
+        results: Result files of any kind; what was not measured is left out of the report.
+        folder: Where to write.
+        title: Of the page.
+
+    Returns:
+        The path of report.html.
+
+    Raises:
+        ResultError: If a result file cannot be read.
+        ReportError: If there is no result, or the folder cannot be written.
+    """
     found = read_results(results)
     if not found:
         raise ReportError("a report is made from result files, and none was given: name at least one .json")
@@ -54,34 +70,41 @@ def make_report(results: Sequence[ResultFile], folder: str | os.PathLike, *, tit
 
 
 def compare_curves(
-    results: Mapping[str, Sequence[ResultFile | dict[str, Any]]],
+    results: Mapping[str, Sequence[ResultFile | TrainingResult]],
     target: str | os.PathLike,
     *,
     base: float | None = None,
 ) -> Path:
-    """One SVG of validation perplexity against tokens: under each label some runs (result files, or what is in them),
-    a thin line for each and a thick one for their mean; `base` is the base model's perplexity."""
+    """Draw validation perplexity against tokens, a thin line for each run and a thick one for the mean of a label.
+
+    Args:
+        results: Training runs, or their files, by label.
+        target: The SVG file to write.
+        base: Perplexity of the base model.
+
+    Raises:
+        ReportError: If no run has validation points, or the file cannot be written.
+    """
     runs = {
-        label: [run if isinstance(run, dict) else read_results([run])[0].body for run in of_label]
+        label: [Curve.of(run if isinstance(run, TrainingResult) else TrainingResult.read(run)) for run in of_label]
         for label, of_label in results.items()
     }
-    panel = comparison(runs, base)
+    panel = curves_panel(runs, base)
     if panel.is_empty:
         raise ReportError(f"nothing to compare: no run of {', '.join(runs) or 'an empty list'} has validation points")
     write_page(Path(target), draw(panel))
     return Path(target)
 
 
-def sections_of(results: Sequence[Result]) -> list[Section]:
-    models, runs = models_in(results), runs_in(results)
-    costs = [part for result in results if result.kind == "cost" for part in cost_parts(result)]
+def sections_of(results: Sequence[LoadedResult]) -> list[Section]:
+    """The sections of a report, without those for which nothing was measured."""
+    models, runs, costs, rankings = models_in(results), runs_in(results), costs_in(results), rankings_in(results)
     compared = comparisons(runs)
-    told = runs if len(runs) <= MANY_RUNS else [run for run in runs if not table_of(run)]
-    orders = [f"{of.name}: {order}" for of in compared if (order := order_text(of))]
-    lost = [*losses(models), *outcomes(told), *orders] or [LOST_UNKNOWN]
+    shown = runs if len(runs) <= MANY_RUNS else [run for run in runs if not table_of(run)]
+    lost = [*losses(models), *outcomes(shown)] or [LOST_UNKNOWN]
     won = winnings(models, costs) or [WON_UNKNOWN]
     cost_suffixes = ["", *(f"_{i}" for i in range(2, len(costs) + 1))]
-    made = [
+    sections = [
         Section("Summary", [Bullets(lost, "What was lost"), Bullets(won, "What was won")]),
         *(
             Section(of.name, [*comparison_tables(of), *plots])
@@ -98,30 +121,32 @@ def sections_of(results: Sequence[Result]) -> list[Section]:
                 for block in (*cost_plots(cost, suffix), *cost_tables(cost, suffix))
             ],
         ),
-        Section("Training", [*training_tables(runs), *training_plots(told)]),
+        Section("Ranking of layers", [*ranking_plots(rankings), *ranking_tables(rankings)]),
+        Section("Training", [*training_tables(runs), *training_plots(shown)]),
         Section("Where the numbers come from", [provenance_table(results)]),
     ]
-    return [section for section in made if section.blocks]
+    return [section for section in sections if section.blocks]
 
 
-def tables_of(body: dict[str, Any]) -> list[Table]:
+def tables_of(result: Result) -> list[Table]:
     """The tables of one evaluation or cost result, for a terminal."""
-    result = Result("", body)
-    models = models_in([result])
-    quality = [*model_tables(models), *position_tables(models), *recall_tables(models), *task_tables(models)]
-    return [table for part in cost_parts(result) for table in cost_tables(part)] if result.kind == "cost" else quality
+    loaded = [LoadedResult("", result)]
+    if isinstance(result, CostResult):
+        return [table for entry in costs_in(loaded) for table in cost_tables(entry)]
+    models = models_in(loaded)
+    return [*model_tables(models), *position_tables(models), *recall_tables(models), *task_tables(models)]
 
 
-def provenance_table(results: Sequence[Result]) -> Table:
+def provenance_table(results: Sequence[LoadedResult]) -> Table:
     names = ("date", "commit", "versions", "hardware", "seed")
     rows = [
         [
-            result.file,
-            result.kind,
-            *(_flat(result.body.get(name)) for name in names),
-            count_text(result.body.get("tokens")),
+            loaded.file,
+            loaded.result.kind,
+            *(_flat(getattr(loaded.result, name)) for name in names),
+            count_text(loaded.result.tokens),
         ]
-        for result in results
+        for loaded in results
     ]
     return Table(["file", "kind", *names, "tokens"], rows, names=6, name="provenance")
 

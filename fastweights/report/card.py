@@ -13,17 +13,18 @@ from fastweights.report.build import provenance_table, write_page
 from fastweights.report.cost import winnings
 from fastweights.report.page import Block, Bullets, Code, Page, Section, Table, Text, to_markdown
 from fastweights.report.quality import losses, model_tables, recall_tables, task_tables
+from fastweights.report.ranking import ranking_tables
 from fastweights.report.results import (
+    LoadedResult,
     ReportError,
-    Result,
     ResultFile,
-    bytes_text,
+    costs_in,
     models_in,
+    rankings_in,
     read_results,
     runs_in,
-    value_at,
-    whole,
 )
+from fastweights.report.text import bytes_text, whole
 from fastweights.report.training import outcomes, training_tables
 
 if TYPE_CHECKING:
@@ -85,10 +86,10 @@ def write_model_card(
     return target
 
 
-def _hub_id_in(results: Sequence[Result]) -> str | None:
-    names = [value_at(result.body, "base", "name") for result in results]
-    names += [model.body.get("name") for model in models_in(results) if not model.converted]
-    ids = [name for name in names if isinstance(name, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", name)]
+def _hub_id_in(results: Sequence[LoadedResult]) -> str | None:
+    names = [entry.run.base.name for entry in runs_in(results) if entry.run.base]
+    names += [entry.model.name for entry in models_in(results) if not entry.converted]
+    ids = [name for name in names if re.fullmatch(r"[\w.-]+/[\w.-]+", name)]
     return next((name for name in ids if not Path(name).exists()), None)
 
 
@@ -107,7 +108,7 @@ def _name(folder: Path) -> str:
     return folder.parent.name if folder.is_symlink() else folder.name
 
 
-def _card_sections(results: Sequence[Result], folder: Path, base_name: str | None) -> list[Section]:
+def _card_sections(results: Sequence[LoadedResult], folder: Path, base_name: str | None) -> list[Section]:
     from fastweights.modeling.description import describe_folder, summarize
 
     described = describe_folder(folder)
@@ -147,15 +148,15 @@ inputs = tokenizer("Fast weights are", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=20)[0]))"""
 
 
-def _measured(results: Sequence[Result]) -> list[Section]:
+def _measured(results: Sequence[LoadedResult]) -> list[Section]:
     models, runs = models_in(results), runs_in(results)
-    costs = [result for result in results if result.kind == "cost"]
-    words = _bullets([*losses(models), *winnings(models, costs)])
+    words = _bullets([*losses(models), *winnings(models, costs_in(results))])
     quality: list[Block] = [*words, *model_tables(models), *task_tables(models)]
     training: list[Block] = [*_bullets(outcomes(runs)), *training_tables(runs)]
     sections = [
         Section("Results", quality),
         Section("Training", training),
+        Section("Ranking of layers", ranking_tables(rankings_in(results))),
         Section("Where the numbers come from", [provenance_table(results)] if results else []),
     ]
     return [section for section in sections if section.blocks]

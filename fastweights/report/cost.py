@@ -11,18 +11,9 @@ from typing import Any
 from fastweights.report.page import Block, Table
 from fastweights.report.parts import colour_of, plot, table
 from fastweights.report.plots import Line, Panel, Point
-from fastweights.report.results import (
-    Entry,
-    Result,
-    bytes_text,
-    finite,
-    objects,
-    ratio,
-    seconds_text,
-    times_text,
-    value_at,
-    whole,
-)
+from fastweights.report.results import CostEntry, ModelEntry
+from fastweights.report.text import bytes_text, finite, ratio, seconds_text, times_text, whole
+from fastweights.results import CostResult, ModelCost
 
 
 @dataclass(frozen=True)
@@ -44,43 +35,31 @@ MEASURES = {
 }
 
 
-def cost_parts(result: Result) -> list[Result]:
-    """What was measured of one layer, and of whole models; a result may hold either or both."""
-    layer = result.body.get("layer")
-    whole_models = {name: value for name, value in result.body.items() if name != "layer"}
-    if not isinstance(layer, dict):
-        return [result]
-    return [Result(result.file, {"hardware": result.body.get("hardware"), **layer}), Result(result.file, whole_models)]
+def _measures(cost: CostResult) -> list[str]:
+    """The paper shows the peak memory of a layer. Of a model the cached bytes are shown as well, which do not depend
+    on how it is run."""
+    return [key for key in MEASURES if key != "bytes" or not cost.is_layer]
 
 
-def is_layer(cost: Result) -> bool:
-    return cost.body.get("level") == "layer"
-
-
-def _measures(cost: Result) -> list[str]:
-    """The paper shows the peak memory of a layer; of a model what it keeps is told as well, which does not depend on
-    how it is run."""
-    return [key for key in MEASURES if key != "bytes" or not is_layer(cost)]
-
-
-def winnings(models: Sequence[Entry], costs: Sequence[Result]) -> list[str]:
+def winnings(models: Sequence[ModelEntry], costs: Sequence[CostEntry]) -> list[str]:
     """In words: what each model has won against its base."""
-    lines = [line for cost in costs for entry in _others(cost) for line in _cost_words(cost, entry)]
-    told = {str(entry.get("name")) for cost in costs for entry in objects(cost.body, "models")}
-    untold = [model for model in models if model.converted and str(model.body.get("name")) not in told]
+    lines = [line for entry in costs for model in _others(entry.cost) for line in _cost_words(entry.cost, model)]
+    measured = {model.name for entry in costs for model in entry.cost.models}
+    others = [entry for entry in models if entry.converted and entry.model.name not in measured]
     return lines + [
-        f"{model.label} keeps {bytes_text(model.body['state_bytes'])} of a text, however long it is."
-        for model in untold
-        if finite(model.body.get("state_bytes"))
+        f"{entry.label} keeps {bytes_text(entry.model.state_bytes)} of a text, however long it is."
+        for entry in others
+        if entry.model.state_bytes
     ]
 
 
-def _cost_words(cost: Result, entry: dict[str, Any]) -> Iterator[str]:
-    base, name = _base(cost), f"one {entry.get('name')} layer" if is_layer(cost) else entry.get("name")
-    told = _told(cost, entry)
+def _cost_words(cost: CostResult, model: ModelCost) -> Iterator[str]:
+    base, name = _base(cost), f"one {model.name} layer" if cost.is_layer else model.name
+    assert base is not None
+    starts = _cheaper_from(cost, model)
     for key in _measures(cost):
         measure = MEASURES[key]
-        here, there = _curve(entry, key), _curve(base, key)
+        here, there = _curve(model, key), _curve(base, key)
         shared = sorted(here.keys() & there.keys())
         times = ratio(there[shared[-1]], here[shared[-1]]) if shared else None
         if not times:
@@ -88,70 +67,69 @@ def _cost_words(cost: Result, entry: dict[str, Any]) -> Iterator[str]:
         compared = f"{times_text(times)} {measure.less}" if times >= 1 else f"{times_text(1 / times)} {measure.more}"
         yield (
             f"{name}: after {whole(shared[-1])} tokens {measure.words} {measure.text(here[shared[-1]])}, "
-            f"{compared} than with {base.get('name')} ({measure.text(there[shared[-1]])})"
-            f"{_from_where(measure.less, finite(told[key]), shared[0]) if key in told else ''}."
+            f"{compared} than with {base.name} ({measure.text(there[shared[-1]])})"
+            f"{_from_where(measure.less, starts[key], shared[0]) if key in starts else ''}."
         )
 
 
-def _from_where(less: str, start: float | None, shortest: float) -> str:
+def _from_where(less: str, start: int | None, shortest: float) -> str:
     if start is None:
         return f"; not {less} for good at any length measured"
     return f"; {less} at every length measured" if start <= shortest else f"; {less} from {whole(start)} tokens on"
 
 
-def cost_plots(cost: Result, suffix: str) -> list[Block]:
+def cost_plots(entry: CostEntry, suffix: str) -> list[Block]:
     plots: list[Block] = []
-    for key in _measures(cost):
-        plots += plot(key + suffix, cost_panel(cost, key, ", one layer" if is_layer(cost) else ""), [cost])
+    for key in _measures(entry.cost):
+        plots += plot(key + suffix, cost_panel(entry.cost, key, ", one layer" if entry.cost.is_layer else ""), [entry])
     return plots
 
 
-def cost_tables(cost: Result, suffix: str = "") -> list[Table]:
-    """Time and memory; the peaks of models in a table of their own, as a terminal has no room beside what is kept."""
-    keys, number = _measures(cost), suffix.replace("_", " ")
-    return [*_cost_table(cost, f"cost{number}", keys[:2]), *_cost_table(cost, f"peak bytes{number}", keys[2:])]
+def cost_tables(entry: CostEntry, suffix: str = "") -> list[Table]:
+    """Time and memory; the peaks of models in a table of their own, as a terminal has no room for them beside."""
+    keys, number = _measures(entry.cost), suffix.replace("_", " ")
+    return [*_cost_table(entry, f"cost{number}", keys[:2]), *_cost_table(entry, f"peak bytes{number}", keys[2:])]
 
 
-def _cost_table(cost: Result, name: str, keys: Sequence[str]) -> list[Table]:
-    entries = objects(cost.body, "models")
-    header = ["tokens", *(f"{entry.get('name')}: {MEASURES[key].column}" for entry in entries for key in keys)]
-    curves = [(_curve(entry, key), MEASURES[key]) for entry in entries for key in keys]
+def _cost_table(entry: CostEntry, name: str, keys: Sequence[str]) -> list[Table]:
+    models = entry.cost.models
+    header = ["tokens", *(f"{model.name}: {MEASURES[key].column}" for model in models for key in keys)]
+    curves = [(_curve(model, key), MEASURES[key]) for model in models for key in keys]
     lengths = sorted({length for curve, _ in curves for length in curve})
     rows = [[whole(length), *(measure.text(curve.get(length)) for curve, measure in curves)] for length in lengths]
-    stretched = [str(entry.get("name")) for entry in entries if entry.get("positions")]
+    stretched = [model.name for model in models if model.positions]
     note = f" The position table of {', '.join(stretched)} was repeated for timing." if stretched else ""
-    return table(name, header, rows, [cost], names=0, note=note + _left_out(entries))
+    return table(name, header, rows, [entry], names=0, note=note + _left_out(models))
 
 
-def _left_out(entries: Sequence[dict[str, Any]]) -> str:
+def _left_out(models: Sequence[ModelCost]) -> str:
     """Which lengths are missing, and why."""
-    missing = [
-        f" {entry.get('name')} has no point at {whole(item.get('length'))} tokens: {item.get('reason')}."
-        for entry in entries
-        for item in objects(entry, "left_out")
-    ]
-    return "".join(missing)
+    return "".join(
+        f" {model.name} has no point at {whole(skipped.length)} tokens: {skipped.reason}."
+        for model in models
+        for skipped in model.left_out
+    )
 
 
-def conditions_text(cost: Result) -> str:
-    """Under which the numbers were measured, as a title."""
-    body = cost.body
-    named = [f"{name} {body[name]}" for name in ("batch", "heads") if name in body]
-    named += [f"d = m = {body['d']}"] if "d" in body and body["d"] == body.get("m") else []
-    named += [f"{name} = {body[name]}" for name in ("d", "m") if name in body and body.get("d") != body.get("m")]
-    hardware = value_at(body, "hardware", "gpu" if body.get("device") == "cuda" else "cpu")
-    where = [str(value) for value in (body.get("dtype"), hardware) if value]
-    return ", ".join(["one layer" if is_layer(cost) else "whole models", *named, *where])
+def conditions_text(cost: CostResult) -> str:
+    """The conditions of a measurement, as a title."""
+    named = [f"{name} {value}" for name in ("batch", "heads") if (value := getattr(cost, name)) is not None]
+    sizes = {name: value for name in ("d", "m") if (value := getattr(cost, name)) is not None}
+    alike = len(sizes) == 2 and cost.d == cost.m
+    named += [f"d = m = {cost.d}"] if alike else [f"{name} = {value}" for name, value in sizes.items()]
+    hardware = (cost.hardware or {}).get("gpu" if cost.device == "cuda" else "cpu")
+    where = [str(value) for value in (cost.dtype, hardware) if value]
+    return ", ".join(["one layer" if cost.is_layer else "whole models", *named, *where])
 
 
-def cost_panel(cost: Result, key: str, subject: str = "") -> Panel:
-    entries, base, measure = objects(cost.body, "models"), _base(cost), MEASURES[key]
+def cost_panel(cost: CostResult, key: str, subject: str = "") -> Panel:
+    """One quantity against length; circles mark from where a converted model costs less."""
+    base, others, measure = _base(cost), _others(cost), MEASURES[key]
     lines = [
-        Line(str(entry.get("name")), sorted(_curve(entry, key).items()), colour_of(entry, entries, base))
-        for entry in entries
+        Line(model.name, sorted(_curve(model, key).items()), colour_of(model, cost.models, base))
+        for model in cost.models
     ]
-    others = _others(cost)
-    crossings = [point for entry in others if (point := _crossing(cost, entry, key))]
+    crossings = [point for model in others if (point := _crossing(cost, model, key))]
     cheaper = f": less from {whole(crossings[0][0])} tokens" if len(crossings) == len(others) == 1 else ""
     return Panel(
         measure.title + subject + cheaper,
@@ -166,32 +144,30 @@ def cost_panel(cost: Result, key: str, subject: str = "") -> Panel:
     )
 
 
-def _base(cost: Result) -> dict[str, Any]:
-    """The model that the others are compared with: the first where a result does not say."""
-    entries = objects(cost.body, "models")
-    return next((entry for i, entry in enumerate(entries) if not entry.get("converted", i > 0)), {})
+def _base(cost: CostResult) -> ModelCost | None:
+    """The model that the others are compared with."""
+    return next((model for model in cost.models if not model.converted), None)
 
 
-def _others(cost: Result) -> list[dict[str, Any]]:
-    base = _base(cost)
-    return [entry for entry in objects(cost.body, "models") if base and entry.get("converted", entry is not base)]
+def _others(cost: CostResult) -> list[ModelCost]:
+    return [model for model in cost.models if model.converted] if _base(cost) else []
 
 
-def _curve(entry: dict[str, Any], key: str) -> dict[float, float]:
-    found = [(finite(point.get("length")), finite(point.get(key))) for point in objects(entry, "points")]
-    return {length: value for length, value in found if length is not None and value is not None}
+def _curve(model: ModelCost, key: str) -> dict[float, float]:
+    return {point.length: value for point in model.points if (value := finite(getattr(point, key))) is not None}
 
 
-def _told(cost: Result, entry: dict[str, Any]) -> dict[str, Any]:
-    """From where a model is cheaper: a result tells it of each, or only of the first, and not always of peaks."""
-    told = entry.get("cheaper_from") or (cost.body.get("cheaper_from") if entry is _others(cost)[0] else None)
-    return told if isinstance(told, dict) else {}
+def _cheaper_from(cost: CostResult, model: ModelCost) -> dict[str, int | None]:
+    """From where a model is cheaper: older results have it only for the first model, and not for peaks."""
+    return model.cheaper_from or (cost.cheaper_from if model is _others(cost)[0] else {})
 
 
-def _crossing(cost: Result, entry: dict[str, Any], key: str) -> Point | None:
+def _crossing(cost: CostResult, model: ModelCost, key: str) -> Point | None:
     """Where the curves cross between two measured lengths, on the base model's line as logarithmic axes draw it."""
-    start, curve = finite(_told(cost, entry).get(key)), sorted(_curve(_base(cost), key).items())
-    for (left, low), (right, high) in itertools.pairwise(curve):
+    base = _base(cost)
+    assert base is not None
+    start = _cheaper_from(cost, model).get(key)
+    for (left, low), (right, high) in itertools.pairwise(sorted(_curve(base, key).items())):
         if start is not None and 0 < left < start <= right and min(low, high) > 0:
             return start, low * (high / low) ** (math.log(start / left) / math.log(right / left))
     return None

@@ -25,6 +25,7 @@ from fastweights.report.figure import draw_cost
 from fastweights.report.page import Plot, Table, block_markdown
 from fastweights.report.results import ReportError, ResultFile, read_results
 from fastweights.report.values import find_result, value_text
+from fastweights.results import CostResult, ResultError
 
 FILES = re.compile(r"^<!--\s*results:(.*?)-->", re.DOTALL | re.MULTILINE)
 MARK = re.compile(r"^<!--\s*(?:(?P<kind>report|figure):\s*(?P<name>.*?)|end)\s*-->[ \t]*$", re.MULTILINE)
@@ -184,11 +185,11 @@ def _blocks(page: Path, text: str) -> list[_Block]:
 def _figure(page: Path, block: _Block) -> Plot:
     """The cost figure of a result file."""
     try:
-        (result,) = read_results([find_result(block.name, page.parent)])
-    except ReportError as error:
+        cost = CostResult.read(find_result(block.name, page.parent))
+    except (ReportError, ResultError) as error:
         raise ReportError(f"{page}, line {block.line}: {error}") from error
-    caption = f"Time and memory of one token against the length of the text before it. From {result.file}."
-    return Plot(f"{Path(block.name).stem}.svg", lambda: draw_cost(result)[0], caption, block.name)
+    caption = f"Time and memory of one token against the length of the text before it. From {Path(block.name).name}."
+    return Plot(f"{Path(block.name).stem}.svg", lambda: draw_cost(cost)[0], caption, block.name)
 
 
 def _parts(page: Path, text: str, results: Sequence[ResultFile] | None) -> dict[str, Table | Plot]:

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from fastweights.report.page import Plot, Table
-from fastweights.report.plots import Line, Panel, draw
-from fastweights.report.results import MISSING, Entry, Result, finite, objects, whole
+from fastweights.report.plots import BarChart, Line, Panel, draw
+from fastweights.report.text import MISSING, finite, whole
 
-Sources = Iterable[Entry | Result]
 MOST_FILES = 8
 LONGEST_NAME = 24
+
+
+class Source(Protocol):
+    """Anything that comes from a result file."""
+
+    @property
+    def file(self) -> str: ...
+
+
+Sources = Iterable[Source]
+# Where something was measured: a distance, or the ends of a range.
+Place = tuple[int, ...]
+# Cells by place, by the title of their column.
+Columns = dict[str, Mapping[Place, str]]
 
 
 def source(sources: Sources) -> str:
@@ -24,7 +37,7 @@ def source(sources: Sources) -> str:
 
 
 def file_names(names: Sequence[str]) -> list[str]:
-    """For each of the names one of a file, that no other has."""
+    """A file name for each of the names, all different."""
     files: list[str] = []
     for name in names:
         file = re.sub("[^a-z0-9]+", "_", name.lower()).strip("_")[:LONGEST_NAME] or "table"
@@ -32,8 +45,8 @@ def file_names(names: Sequence[str]) -> list[str]:
     return files
 
 
-def plot(file: str, panel: Panel, sources: Sources, name: str = "") -> list[Plot]:
-    """None where nothing was measured. Its name is that of its file unless it is given one."""
+def plot(file: str, panel: Panel | BarChart, sources: Sources, name: str = "") -> list[Plot]:
+    """A plot, none where nothing was measured. Its name is that of its file unless one is given."""
     caption = f"{panel.title}. {source(sources)}"
     name = name or f"{file.replace('_', ' ')} plot"
     return [] if panel.is_empty else [Plot(f"plots/{file}.svg", partial(draw, panel), caption, name)]
@@ -47,54 +60,29 @@ def table(
     names: int,
     note: str = "",
 ) -> list[Table]:
-    """None without rows; columns in which nothing was measured are left out."""
-    kept = [i for i in range(len(header)) if i < names or any(row[i] != MISSING for row in rows)]
-    shown = [[row[i] for i in kept] for row in rows]
-    return [Table([header[i] for i in kept], shown, names, source(sources) + note, name)] if rows else []
+    """A table, none without rows; columns in which nothing was measured are left out."""
+    shown = [i for i in range(len(header)) if i < names or any(row[i] != MISSING for row in rows)]
+    cells = [[row[i] for i in shown] for row in rows]
+    return [Table([header[i] for i in shown], cells, names, source(sources) + note, name)] if rows else []
 
 
-def pivot(
-    name: str,
-    models: Sequence[Entry],
-    path: Sequence[str],
-    key: Sequence[str],
-    value: str,
-    text: Callable[[Any], str],
-    *,
-    header: Sequence[str],
-    shared: Sequence[str] = (),
-) -> list[Table]:
-    """A row for each place measured, a column for each model; `shared` values are the same for all models."""
-    measured = [by_key(model, path, key) for model in models]
-    rows = []
-    for place in sorted({place for found in measured for place in found}):
-        some = next(found[place] for found in measured if place in found)
-        cells = [text(found.get(place, {}).get(value)) for found in measured]
-        rows.append([*map(whole, place), *cells, *(text(some.get(field)) for field in shared)])
-    return table(name, [*header, *(model.label for model in models), *shared], rows, models, names=0)
+def pivot(name: str, header: Sequence[str], columns: Columns, sources: Sources) -> list[Table]:
+    """A row for each place measured, a column for each title.
 
-
-def by_key(entry: Entry, path: Sequence[str], key: Sequence[str]) -> dict[tuple[float, ...], dict[str, Any]]:
-    """The objects at a path by the numbers that say where each was measured."""
-    found = {}
-    for row in objects(entry.body, *path):
-        place = tuple(number for name in key if (number := finite(row.get(name))) is not None)
-        if len(place) == len(key):
-            found[place] = row
-    return found
-
-
-def rows_of(entries: Sequence[Entry], name: str) -> list[tuple[Entry, dict[str, Any]]]:
-    return [(entry, row) for entry in entries for row in objects(entry.body, name)]
-
-
-def points(rows: Sequence[dict[str, Any]], x: str, y: str) -> list[tuple[Any, Any]]:
-    return [(row.get(x), row.get(y)) for row in rows]
+    Args:
+        name: Of the table.
+        header: Titles of what a place consists of.
+        columns: Cells by place, by the column's title.
+        sources: Where the cells come from.
+    """
+    places = sorted({place for cells in columns.values() for place in cells})
+    rows = [[*map(whole, place), *(cells.get(place, MISSING) for cells in columns.values())] for place in places]
+    return table(name, [*header, *columns], rows, sources, names=0)
 
 
 def colour_of(item: Any, items: Sequence[Any], base: Any) -> int | None:
-    """The base model is grey, the others take the palette in turn."""
-    return None if item is base else [other for other in items if other is not base].index(item)
+    """The base model is grey, the others take the palette one after the other."""
+    return None if item is base else next(i for i, x in enumerate(y for y in items if y is not base) if x is item)
 
 
 def is_wide(lines: Sequence[Line], levels: Sequence[tuple[float, str]] = ()) -> bool:

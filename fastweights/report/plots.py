@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fastweights.report.results import ReportError, axis_text, count_text, finite
+from fastweights.report.results import ReportError
+from fastweights.report.text import axis_text, count_text, finite
 
 Point = tuple[float, float]
 
@@ -51,7 +52,7 @@ class Line:
     `faint` is one of several seeds; `ends_badly` puts a cross where a run diverged."""
 
     label: str
-    points: Sequence[tuple[Any, Any]]
+    points: Sequence[Point]
     colour: int | None
     faint: bool = False
     markers: bool = True
@@ -78,8 +79,7 @@ class Panel:
 
     def shown(self, line: Line) -> list[Point]:
         """The points that the axes can hold, averaged where there are more than one can see."""
-        pairs = [(finite(x), finite(y)) for x, y in line.points]
-        points = [(x, y) for x, y in pairs if x is not None and y is not None]
+        points = [(x, y) for x, y in line.points if finite(x) is not None and finite(y) is not None]
         return _thinned([(x, y) for x, y in points if (x > 0 or not self.log_x) and (y > 0 or not self.log_y)])
 
     @property
@@ -87,13 +87,30 @@ class Panel:
         return not any(map(self.shown, self.lines))
 
 
-def draw(panel: Panel) -> str:
+@dataclass(frozen=True)
+class BarChart:
+    """A bar for each name; those of `marked` names have another colour, which the legend calls `marked_as`."""
+
+    title: str
+    x_label: str
+    y_label: str
+    bars: Sequence[tuple[str, float]]
+    marked: Sequence[str] = ()
+    marked_as: str = ""
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(finite(height) is not None for _, height in self.bars)
+
+
+def draw(panel: Panel | BarChart) -> str:
     """The panel as SVG."""
     matplotlib = check_matplotlib()
     text = io.StringIO()
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from")  # a browser has the fonts that are missing here
-        figure(panel).savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+        drawn = bar_figure(panel) if isinstance(panel, BarChart) else figure(panel)
+        drawn.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     return _for_dark_screens(text.getvalue())
 
 
@@ -106,8 +123,31 @@ def figure(panel: Panel) -> Any:
     legend_height = 0.24 * -(-len(labels) // columns)
     drawn = Figure(figsize=(5.8, 3.7 + legend_height), layout="constrained")
     _fill(drawn.add_subplot(), panel)
-    if labels:
+    if any(labels):
         drawn.legend(loc="outside lower center", ncols=columns, fontsize=10, handlelength=2.4)
+    return drawn
+
+
+def bar_figure(chart: BarChart) -> Any:
+    """The chart as a matplotlib figure."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    drawn = Figure(figsize=(5.8, 3.7), layout="constrained")
+    axes = drawn.add_subplot()
+    bars = [(name, height) for name, height in chart.bars if finite(height) is not None]
+    for is_marked, colour, label in ((False, COLOURS[0], None), (True, COLOURS[1], chart.marked_as)):
+        chosen = [(i, y) for i, (name, y) in enumerate(bars) if (name in chart.marked) == is_marked]
+        if chosen:
+            axes.bar([i for i, _ in chosen], [y for _, y in chosen], color=colour, label=label)
+    axes.set_title(chart.title, loc="left", pad=8)
+    axes.set_xlabel(chart.x_label)
+    axes.set_ylabel(chart.y_label)
+    axes.grid(axis="y", linewidth=0.8)
+    axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda i, _: bars[int(i)][0] if 0 <= i < len(bars) else ""))
+    if any(name in chart.marked for name, _ in bars):
+        drawn.legend(loc="outside lower center", fontsize=10)
     return drawn
 
 

@@ -4,84 +4,92 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 from fastweights.report.page import Plot, Table
-from fastweights.report.parts import is_wide, plot, points, rows_of, table
-from fastweights.report.plots import Line, Panel
-from fastweights.report.results import (
-    MISSING,
-    Entry,
+from fastweights.report.parts import is_wide, plot, table
+from fastweights.report.plots import Line, Panel, Point
+from fastweights.report.results import RunEntry
+from fastweights.report.text import (
     axis_text,
     count_text,
     finite,
-    objects,
     perplexity_text,
     ratio,
     seconds_text,
     settings_text,
     times_text,
-    value_at,
     whole,
 )
+from fastweights.results import BaseModel, TrainingResult, ValidationPoint
 
+# A validation curve is cut off at so many times the worst of the runs' best perplexities.
 CUT = 5
 
 
-def outcomes(runs: Sequence[Entry]) -> list[str]:
+def outcomes(entries: Sequence[RunEntry]) -> list[str]:
     """In words: where each run ended."""
-    return [words for run in runs if (words := _outcome(run))]
+    return [words for entry in entries if (words := _outcome(entry))]
 
 
-def _outcome(run: Entry) -> str:
+def _outcome(entry: RunEntry) -> str:
+    run = entry.run
     if run.diverged:
-        return f"{run.label} {_divergence(run)}."
-    best, base = value_at(run.body, "best", "perplexity"), value_at(run.body, "base", "perplexity")
-    if finite(best) is None:
+        return f"{entry.label} {_divergence(run)}."
+    if run.best is None or finite(run.best.perplexity) is None:
         return ""
-    times = ratio(best, base)
+    base = perplexity_of(run.base)
+    times = ratio(run.best.perplexity, base)
     against = "" if times is None else f", {times_text(times)} the base model's {perplexity_text(base)}"
-    after = count_text(value_at(run.body, "best", "tokens"))
-    unfinished = " The run is not finished." if run.body.get("finished") is False else ""
-    words = f"{run.label} reached a validation perplexity of {perplexity_text(best)} after {after} tokens"
-    return f"{words}{against}.{unfinished}"
+    after = count_text(run.best.tokens)
+    unfinished = "" if run.finished else " The run is not finished."
+    words = f"{entry.label} reached a validation perplexity of {perplexity_text(run.best.perplexity)}"
+    return f"{words} after {after} tokens{against}.{unfinished}"
 
 
-def _divergence(run: Entry) -> str:
-    stage, step = value_at(run.diverged, "stage"), whole(value_at(run.diverged, "step"))
-    names = [str(of.get("name")) for of in objects(run.body, "stages")]
-    stage = names[stage] if isinstance(stage, int) and 0 <= stage < len(names) else stage
-    during = "" if stage in (None, "") else f" (stage {stage})"
-    return f"diverged at step {step}{during}: {value_at(run.diverged, 'reason') or 'no reason was noted'}"
+def perplexity_of(point: ValidationPoint | BaseModel | None) -> float | None:
+    return None if point is None else point.perplexity
 
 
-def training_tables(runs: Sequence[Entry]) -> list[Table]:
+def _divergence(run: TrainingResult) -> str:
+    assert run.diverged is not None
+    stage = f" (stage {_stage_name(run, run.diverged.stage)})"
+    return f"diverged at step {whole(run.diverged.step)}{stage}: {run.diverged.reason}"
+
+
+def _stage_name(run: TrainingResult, index: int) -> str:
+    return run.stages[index].name if 0 <= index < len(run.stages) else str(index)
+
+
+def training_tables(entries: Sequence[RunEntry]) -> list[Table]:
     stages = [
         [
-            run.label,
-            str(stage.get("name") or MISSING),
-            str(stage.get("loss") or MISSING),
-            whole(stage.get("steps")),
-            count_text(stage.get("tokens")),
-            seconds_text(stage.get("seconds")),
+            entry.label,
+            stage.name,
+            stage.loss,
+            whole(stage.steps),
+            count_text(stage.tokens),
+            seconds_text(stage.seconds),
         ]
-        for run, stage in rows_of(runs, "stages")
+        for entry in entries
+        for stage in entry.run.stages
     ]
-    note = "".join(f" {run.label} {_divergence(run)}." for run in runs if run.diverged)
+    note = "".join(f" {entry.label} {_divergence(entry.run)}." for entry in entries if entry.run.diverged)
     header = ["run", "settings", "tokens", "time", "best perplexity", "last", "base", "best × base"]
     return [
-        *table("runs", header, [_run_cells(run) for run in runs], runs, names=2, note=note),
-        *table("stages", ["run", "stage", "loss", "steps", "tokens", "time"], stages, runs, names=3),
+        *table("runs", header, [_run_cells(entry) for entry in entries], entries, names=2, note=note),
+        *table("stages", ["run", "stage", "loss", "steps", "tokens", "time"], stages, entries, names=3),
     ]
 
 
-def _run_cells(run: Entry) -> list[str]:
-    best, last, base = (value_at(run.body, name, "perplexity") for name in ("best", "last", "base"))
+def _run_cells(entry: RunEntry) -> list[str]:
+    run = entry.run
+    best, last, base = (perplexity_of(point) for point in (run.best, run.last, run.base))
     return [
-        run.label,
-        settings_text(value_at(run.body, "model", "settings")),
-        count_text(run.body.get("tokens")),
-        seconds_text(run.body.get("seconds")),
+        entry.label,
+        settings_text(run.model.settings),
+        count_text(run.tokens),
+        seconds_text(run.seconds),
         perplexity_text(best),
         perplexity_text(last),
         perplexity_text(base),
@@ -89,26 +97,26 @@ def _run_cells(run: Entry) -> list[str]:
     ]
 
 
-def training_plots(runs: Sequence[Entry]) -> list[Plot]:
-    borders, stages = _stages(runs)
+def training_plots(entries: Sequence[RunEntry]) -> list[Plot]:
+    borders, stages = _stages([entry.run for entry in entries])
     x_label = f"tokens ({stages})" if stages else "tokens"
-    losses = [line for i, run in enumerate(runs) for line in _loss_lines(run, i)]
+    losses = [line for i, entry in enumerate(entries) for line in _loss_lines(entry, i)]
     validations = [
-        Line(run.label, validation_of(run.body), i, ends_badly=bool(run.diverged)) for i, run in enumerate(runs)
+        Line(entry.label, validation_of(entry.run), i, ends_badly=bool(entry.run.diverged))
+        for i, entry in enumerate(entries)
     ]
     loss = Panel("Training loss", x_label, "loss", losses, log_y=is_wide(losses), borders=borders)
-    validation = validation_panel(x_label, validations, bases_of(runs), borders)
-    return [*plot("loss", loss, runs), *plot("validation", validation, runs)]
+    validation = validation_panel(x_label, validations, bases_of([entry.run for entry in entries]), borders)
+    return [*plot("loss", loss, entries), *plot("validation", validation, entries)]
 
 
-def validation_of(run: dict[str, Any]) -> list[tuple[Any, Any]]:
-    return points(objects(run, "validation"), "tokens", "perplexity")
+def validation_of(run: TrainingResult) -> list[Point]:
+    return [(point.tokens, point.perplexity) for point in run.validation]
 
 
-def bases_of(runs: Sequence[Entry]) -> list[float]:
+def bases_of(runs: Sequence[TrainingResult]) -> list[float]:
     """The base model's perplexity: more than one where runs were validated differently."""
-    found = {finite(value_at(run.body, "base", "perplexity")) for run in runs}
-    return sorted(base for base in found if base)
+    return sorted({base for run in runs if (base := finite(perplexity_of(run.base)))})
 
 
 def validation_panel(
@@ -126,7 +134,7 @@ def validation_panel(
 
 
 def _shown_range(lines: Sequence[Line], bases: Sequence[float]) -> tuple[float, float] | None:
-    """A run may begin at millions: what is far above the best of every run would press the rest together."""
+    """A run may start at millions: what is far above the best of every run would press the rest together."""
     curves = [[y for _, y in line.points if (finite(y) or 0) > 0] for line in lines]
     best = [*map(min, filter(None, curves)), *bases]
     cut = float(f"{CUT * max(best):.2g}") if best else 0.0
@@ -134,24 +142,24 @@ def _shown_range(lines: Sequence[Line], bases: Sequence[float]) -> tuple[float, 
     return (0.9 * min(best), cut) if best and is_above else None
 
 
-def _loss_lines(run: Entry, colour: int) -> list[Line]:
+def _loss_lines(entry: RunEntry, colour: int) -> list[Line]:
     """A line for each stage: losses of different kinds are not one curve."""
-    curve = objects(run.body, "curve")
-    stages = list(dict.fromkeys(str(point.get("stage")) for point in curve))
+    curve = entry.run.curve
+    stages = list(dict.fromkeys(point.stage for point in curve))
     return [
         Line(
-            run.label if i == 0 else "",
-            points([point for point in curve if str(point.get("stage")) == stage], "tokens", "loss"),
+            entry.label if i == 0 else "",
+            [(point.tokens, point.loss) for point in curve if point.stage == stage],
             colour,
             markers=False,
-            ends_badly=bool(run.diverged) and i == len(stages) - 1,
+            ends_badly=bool(entry.run.diverged) and i == len(stages) - 1,
         )
         for i, stage in enumerate(stages)
     ]
 
 
-def _stages(runs: Sequence[Entry]) -> tuple[list[tuple[float, str]], str]:
-    """Where numbered stages begin, and their names, if there are several and all runs have the same."""
+def _stages(runs: Sequence[TrainingResult]) -> tuple[list[tuple[float, str]], str]:
+    """Where numbered stages start, and their names, if there are several and all runs have the same."""
     found = sorted((list(_stage_starts(run)) for run in runs), key=len)
     starts = found[-1] if found else []
     if len(starts) < 2 or any(other != starts[: len(other)] for other in found):
@@ -160,34 +168,43 @@ def _stages(runs: Sequence[Entry]) -> tuple[list[tuple[float, str]], str]:
     return [(start, str(i)) for i, (start, _) in numbered], ", ".join(f"{i} {name}" for i, (_, name) in numbered)
 
 
-def _stage_starts(run: Entry) -> Iterator[tuple[float, str]]:
-    """A curve's points tell their stage by name or by number."""
-    names = [stage.get("name") for stage in objects(run.body, "stages")]
-    current: Any = object()
-    tokens = 0.0
-    for point in objects(run.body, "curve"):
-        if point.get("stage") != current:
-            current = point.get("stage")
-            yield tokens, str(names[current] if isinstance(current, int) and current < len(names) else current)
-        tokens = finite(point.get("tokens")) or tokens
+def _stage_starts(run: TrainingResult) -> Iterator[tuple[float, str]]:
+    current, tokens = None, 0
+    for point in run.curve:
+        if point.stage != current:
+            current = point.stage
+            yield tokens, _stage_name(run, current)
+        tokens = point.tokens
 
 
-def comparison(runs: Mapping[str, Sequence[dict[str, Any]]], base: float | None) -> Panel:
-    """Validation perplexity of several runs under each label: a thin line for each, a thick one for their mean."""
-    lines = [line for colour, label in enumerate(runs) for line in seed_lines(label, runs[label], colour)]
+@dataclass(frozen=True)
+class Curve:
+    """Validation perplexity of a run by tokens, and whether the run diverged."""
+
+    points: Sequence[Point]
+    diverged: bool
+
+    @classmethod
+    def of(cls, run: TrainingResult) -> Curve:
+        return cls(validation_of(run), run.diverged is not None)
+
+
+def curves_panel(curves: Mapping[str, Sequence[Curve]], base: float | None) -> Panel:
+    """Several curves under each label: a thin line for each, a thick one for their mean."""
+    lines = [line for colour, label in enumerate(curves) for line in seed_lines(label, curves[label], colour)]
     return validation_panel("tokens", lines, [] if base is None else [base])
 
 
-def seed_lines(label: str, runs: Sequence[dict[str, Any]], colour: int, dash: int = 0) -> list[Line]:
+def seed_lines(label: str, curves: Sequence[Curve], colour: int, dash: int = 0) -> list[Line]:
     """A run that diverged ends in a cross, marks the label and is left out of the mean."""
-    diverged = [run for run in runs if run.get("diverged")]
-    thin = [Line("", validation_of(run), colour, faint=True, ends_badly=run in diverged, dash=dash) for run in runs]
-    sound = [dict(validation_of(run)) for run in runs if run not in diverged]
-    name = f"{label}* ({len(diverged)} of {len(runs)} diverged)" if diverged else label
+    diverged = sum(curve.diverged for curve in curves)
+    thin = [Line("", curve.points, colour, faint=True, ends_badly=curve.diverged, dash=dash) for curve in curves]
+    sound = [dict(curve.points) for curve in curves if not curve.diverged]
+    name = f"{label}* ({diverged} of {len(curves)} diverged)" if diverged else label
     return [*thin, Line(name, _mean(sound), colour, markers=False, dash=dash)]
 
 
-def _mean(curves: Sequence[dict[Any, Any]]) -> list[tuple[Any, Any]]:
+def _mean(curves: Sequence[Mapping[float, float]]) -> list[Point]:
     """Where all curves have a point."""
     mean = []
     for x in curves[0] if curves else ():

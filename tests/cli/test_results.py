@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers.cli import error_of, run, save_model, succeed
-from helpers.sample_results import COST, svg_texts, write
+from helpers.sample_results import COST, EVALUATION, svg_texts, write
 
 from fastweights.cli.options import check_output
 from fastweights.report import model_card
@@ -119,15 +119,14 @@ def test_profile_refuses_bad_combinations(layer_result: Path, tmp_path: Path, mo
     assert error("--from", layer_result, models[0], "--layer") == (
         "--from draws a result again: give it without MODEL, --layer"
     )
-    (tmp_path / "eval.json").write_text('{"kind": "evaluation"}')
-    assert "eval.json is a result of evaluation: give one that fastweights profile" in error("--from", "eval.json")
+    write(tmp_path, {"eval": EVALUATION, "empty": COST | {"models": []}})
+    assert "eval.json is a result of kind evaluation: give one of kind cost" in error("--from", "eval.json")
     assert "no result file at no.json" in error("--from", "no.json")
     assert error(models[0], "--layer") == "--layer is for the layer, and base is a model: give only one of them"
     assert error(models[0], "--heads", 2).startswith("--heads is for the layer")
     assert "--output a.svg is a picture: give a JSON file for the result, such as a.json" in error("-o", "a.svg")
     assert "--lengths must be at least one text length" in run("profile", "--layer", "--lengths", "0").stderr
-    (tmp_path / "empty.json").write_text('{"kind": "cost"}')
-    assert "nothing to draw: empty.json has no point" in run("profile", "--from", "empty.json").stderr
+    assert "nothing to draw: the result has no point" in run("profile", "--from", "empty.json").stderr
 
 
 def test_profile_without_matplotlib_writes_the_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,8 +129,8 @@ RANKING = {
     "kl_after": [0.125, 0.0875],
     "seconds": 42.0,
 }
-ALL = {"eval": EVALUATION, "cost": COST, "train": TRAINING}
-PLOTS = {"position", "recall_pairs", "recall_copy", "seconds", "bytes", "loss", "validation"}
+ALL = {"eval": EVALUATION, "cost": COST, "train": TRAINING, "rank": RANKING}
+PLOTS = {"position", "recall_pairs", "recall_copy", "seconds", "bytes", "loss", "validation", "ranking"}
 
 
 def diverged(**changes: Any) -> dict[str, Any]:

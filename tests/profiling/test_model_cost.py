@@ -14,7 +14,6 @@ from fastweights.modeling.description import describe
 from fastweights.profiling import model_cost as profiling
 from fastweights.profiling.model_cost import STRETCHED, cheaper_from, decode_cost, stretched
 from fastweights.report.cost import cost_panel
-from fastweights.report.results import Result
 from fastweights.results import CostPoint, CostResult, SkippedLength
 
 Points = list[CostPoint]
@@ -94,7 +93,7 @@ def test_a_circle_marks_where_the_peak_is_smaller() -> None:
     start = cheaper_from(points_of(result, "base"), points_of(result, "decay"), "peak_bytes")
     assert start is not None and 1 < start < 400
     assert result.cheaper_from["peak_bytes"] == result.models[1].cheaper_from["peak_bytes"] == start
-    [(length, _)] = cost_panel(Result("", result.to_dict()), "peak_bytes").circles
+    [(length, _)] = cost_panel(result, "peak_bytes").circles
     assert length == start
 
 

@@ -15,7 +15,7 @@ from helpers.sample_results import COST, PROVENANCE, report, section, svg_texts,
 
 from fastweights.report import ReportError, cost_figure, fill_page
 from fastweights.report.plots import NAME_HEIGHT
-from fastweights.report.results import Result
+from fastweights.results import CostResult
 
 
 def points(seconds: list[float], peak: list[int]) -> list[dict[str, Any]]:
@@ -39,6 +39,7 @@ LAYER: dict[str, Any] = {
     "m": 64,
     "dtype": "bfloat16",
     "device": "cuda",
+    "cheaper_from": {"seconds": 128, "bytes": 128, "peak_bytes": 128},
     "models": [
         {
             "name": "attention",
@@ -67,7 +68,7 @@ def with_peaks() -> dict[str, Any]:
 
 
 def drawn(body: dict[str, Any], folder: Path) -> tuple[bytes, str]:
-    png, svg = cost_figure(Result("cost.json", body), folder / "cost.json")
+    png, svg = cost_figure(CostResult.from_dict(body), folder / "cost.json")
     assert (png.name, svg.name) == ("cost.png", "cost.svg")
     return png.read_bytes(), svg.read_text()
 
@@ -137,19 +138,23 @@ def test_an_older_result_does_not_say_from_where_the_peak_is_smaller(tmp_path: P
     assert "Peak memory of one token" in svg_texts(tmp_path / "cost.svg")
 
 
-@pytest.mark.parametrize("lost", ["d", "m", "batch", "models", "points", "left_out", "length", "name", "peak_bytes"])
-def test_any_field_may_be_absent(tmp_path: Path, lost: str) -> None:
+@pytest.mark.parametrize("lost", ["d", "m", "heads", "left_out", "cheaper_from", "peak_bytes", "hardware"])
+def test_optional_fields_may_be_absent(tmp_path: Path, lost: str) -> None:
     def without(value: Any) -> Any:
         if isinstance(value, dict):
             return {name: without(item) for name, item in value.items() if name != lost}
         return [without(item) for item in value] if isinstance(value, list) else value
 
-    report(tmp_path, {"layer": without(LAYER)})
-    if lost in ("models", "points", "length"):
-        with pytest.raises(ReportError, match=r"nothing to draw: cost\.json has no point of any length"):
-            drawn(without(LAYER), tmp_path)
-    else:
-        drawn(without(LAYER), tmp_path)
+    body = without(LAYER) | {"cheaper_from": {}}
+    report(tmp_path, {"layer": body})
+    drawn(body, tmp_path)
+
+
+def test_no_figure_is_drawn_without_points(tmp_path: Path) -> None:
+    for models in ([], [model | {"points": []} for model in LAYER["models"]]):
+        report(tmp_path, {"layer": LAYER | {"models": models}})
+        with pytest.raises(ReportError, match="nothing to draw: the result has no point of any length"):
+            drawn(LAYER | {"models": models}, tmp_path)
 
 
 def test_the_figure_names_its_lines_and_conditions(tmp_path: Path) -> None:

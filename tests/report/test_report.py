@@ -31,7 +31,8 @@ from helpers.sample_results import (
 )
 
 from fastweights.report import ReportError, compare_curves, make_report
-from fastweights.report.results import Result, models_in
+from fastweights.report.results import LoadedResult, models_in
+from fastweights.results import EvaluatedModel, EvaluationResult, ResultError, TrainingResult
 
 
 def test_quality_has_the_numbers_of_the_result(tmp_path: Path) -> None:
@@ -146,6 +147,7 @@ def test_provenance_names_every_file(tmp_path: Path) -> None:
         ("eval.json", "evaluation", "0", "5,000"),
         ("cost.json", "cost", "0", "16"),
         ("train.json", "training", "3", "3 M"),
+        ("rank.json", "ranking", "0", "65,536"),
     ]
     for row in rows:
         assert (row["date"], row["commit"]) == ("2026-11-20", "abcdef123456")
@@ -176,21 +178,21 @@ def test_models_of_several_files_share_a_base(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change, together", [({}, True), ({"parameters": 7}, False), ({"tasks": {}}, False)])
 def test_a_model_measured_in_parts_is_one(change: dict[str, Any], together: bool) -> None:
-    facts = {"name": "a", "parameters": 5, "converted": True}
-    parts = [{"perplexity": [], "seconds": 1.0}, {"tasks": {}, "seconds": 2.0}]
-    bodies = [facts | parts[0] | change, facts | parts[1]]
-    results = [Result(f"{i}.json", {"kind": "evaluation", "models": [body]}) for i, body in enumerate(bodies)]
+    facts = {"name": "a", "parameters": 5, "converted": True, "rule": "decay", "state_bytes": 8}
+    parts = [facts | {"perplexity": [], "seconds": 1.0} | change, facts | {"tasks": {}, "seconds": 2.0}]
+    results = [
+        LoadedResult(
+            f"{i}.json",
+            EvaluationResult(seed=0, tokens=0, settings={}, models=[EvaluatedModel.from_dict(part)]),
+        )
+        for i, part in enumerate(parts)
+    ]
     found = models_in(results)
     if together:
         assert [(entry.label, entry.file) for entry in found] == [("a", "0.json, 1.json")]
-        assert found[0].body.keys() == {*facts, "perplexity", "tasks", "seconds"}
+        assert found[0].model.to_dict() == facts | {"perplexity": [], "tasks": {}, "seconds": 2.0}
     else:
         assert [entry.label for entry in found] == ["a (0.json)", "a (1.json)"]
-
-
-def test_the_first_model_is_the_base_where_a_result_does_not_say(tmp_path: Path) -> None:
-    rows = table(report(tmp_path, _without({"eval": EVALUATION}, "converted"))[0], "perplexity", "context")
-    assert [row["× base"] for row in rows] == ["–", "–", "1.25 ×", "1.25 ×"]
 
 
 def test_plots_are_there_and_named(tmp_path: Path) -> None:
@@ -199,7 +201,7 @@ def test_plots_are_there_and_named(tmp_path: Path) -> None:
     assert {path.stem for path in plots.iterdir()} == PLOTS
     assert set(re.findall(r"\(plots/(\w+)\.svg\)", markdown)) == PLOTS
     assert Page(html).tags.count("img") == len(PLOTS)
-    for name in PLOTS - {"loss", "validation"}:
+    for name in PLOTS - {"loss", "validation", "ranking"}:
         assert {"gpt2", "gpt2-decay"} <= set(svg_texts(plots / f"{name}.svg"))
     assert "Time of one token: less from 449 tokens" in svg_texts(plots / "seconds.svg")
     assert "Memory kept of the text" in svg_texts(plots / "bytes.svg")  # no crossing to mark
@@ -270,9 +272,14 @@ def test_the_same_results_give_the_same_bytes(tmp_path: Path) -> None:
 def test_one_result_alone_makes_a_report(tmp_path: Path, name: str) -> None:
     markdown, html = report(tmp_path, {name: ALL[name]})
     titles = re.findall(r"^## (.*)$", markdown, re.MULTILINE)
-    own = {"eval": ["Quality", "Recall", "Tasks"], "cost": ["Cost of one more token"], "train": ["Training"]}[name]
+    own = {
+        "eval": ["Quality", "Recall", "Tasks"],
+        "cost": ["Cost of one more token"],
+        "train": ["Training"],
+        "rank": ["Ranking of layers"],
+    }[name]
     assert titles == ["Summary", *own, "Where the numbers come from"]
-    missing = {"eval": None, "cost": "fastweights eval", "train": "fastweights profile"}[name]
+    missing = {"cost": "fastweights eval", "train": "fastweights profile", "rank": "fastweights eval"}.get(name)
     assert missing is None or missing in markdown
     assert Page(html).tags.count("h2") == len(titles)
 
@@ -298,19 +305,26 @@ def _changed(value: Any, old: type, new: Any) -> Any:
         return {name: item if name == "kind" else _changed(item, old, new) for name, item in value.items()}
     if isinstance(value, list):
         return [_changed(item, old, new) for item in value]
-    return new if isinstance(value, old) and not isinstance(value, bool) else value
+    return new if type(value) is old else value
 
 
-def test_any_field_may_be_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_absent_field_is_optional_or_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastweights.report.parts.draw", lambda panel: "")  # drawing takes the time
-    for name in sorted(_fields(list(ALL.values()))):
-        tables(report(tmp_path, _without(ALL, name))[0])
-    tables(report(tmp_path, {name: {"kind": result["kind"]} for name, result in ALL.items()})[0])
+    optional = set()
+    for name in sorted(_fields(list(ALL.values())) - {"kind"}):
+        try:
+            tables(report(tmp_path, _without(ALL, name))[0])
+            optional.add(name)
+        except ResultError as error:
+            assert re.search(rf"\.json: (\S*\.)?{re.escape(name)} is missing$", str(error)), name
+    measures = {"perplexity", "by_position", "recall", "tasks", "word", "bits_per_byte", "positions"}
+    assert {"date", "commit", "versions", "hardware"} | measures - {"perplexity"} <= optional
 
 
-@pytest.mark.parametrize("value", [NAN, INFINITY, 0, -1, None, "?", [], {}])
-@pytest.mark.parametrize("kind", [float, int, str])
-def test_any_value_may_be_odd(tmp_path: Path, kind: type, value: Any) -> None:
+@pytest.mark.parametrize(
+    ("kind", "value"), [(float, NAN), (float, INFINITY), (float, 0), (float, -1.5), (int, 0), (int, -1), (str, "")]
+)
+def test_any_number_may_be_odd(tmp_path: Path, kind: type, value: Any) -> None:
     markdown, html = report(tmp_path, {name: _changed(result, kind, value) for name, result in ALL.items()})
     tables(markdown)
     Page(html)
@@ -320,7 +334,7 @@ def test_any_value_may_be_odd(tmp_path: Path, kind: type, value: Any) -> None:
 
 def test_a_model_without_finite_perplexity_is_said_to_have_diverged(tmp_path: Path) -> None:
     broken = copy.deepcopy(EVALUATION)
-    broken["models"][1]["perplexity"] = [{"data": "wiki", "length": 1024, "context": 0, "token": NAN}]
+    broken["models"][1]["perplexity"] = [{"data": "wiki", "length": 1024, "context": 0, "tokens": 5000, "token": NAN}]
     markdown, _ = report(tmp_path, {"eval": broken})
     assert table(markdown, "context")[-1]["perplexity"] == "diverged"
     assert "gpt2-decay has no finite perplexity on wiki: it diverged." in markdown
@@ -343,51 +357,38 @@ def test_an_unfinished_run_is_said_to_be_so(tmp_path: Path) -> None:
 
 def test_comparison_of_curves(tmp_path: Path) -> None:
     paths = write(tmp_path, {f"decay{seed}": TRAINING | {"seed": seed} for seed in range(3)})
-    target = compare_curves({"decay": paths, "add": [TRAINING, diverged()]}, tmp_path / "a" / "runs.svg", base=14.5)
+    added = [TrainingResult.from_dict(body) for body in (TRAINING, diverged())]
+    target = compare_curves({"decay": paths, "add": added}, tmp_path / "a" / "runs.svg", base=14.5)
     assert {"decay", "add* (1 of 2 diverged)", "base model: 14.50"} <= set(svg_texts(target))
     assert target.stat().st_size < 30_000
     first = target.read_bytes()
-    assert compare_curves({"decay": paths, "add": [TRAINING, diverged()]}, target, base=14.5).read_bytes() == first
+    assert compare_curves({"decay": paths, "add": added}, target, base=14.5).read_bytes() == first
     with pytest.raises(ReportError, match="nothing to compare: no run of decay has validation points"):
-        compare_curves({"decay": [TRAINING | {"validation": []}]}, target)
+        compare_curves({"decay": [TrainingResult.from_dict(TRAINING | {"validation": []})]}, target)
 
 
 def test_the_mean_is_over_the_runs_that_did_not_diverge() -> None:
-    from fastweights.report.training import comparison
+    from fastweights.report.training import Curve, curves_panel
 
-    def run(*perplexities: float, **changes: Any) -> dict[str, Any]:
-        points = [{"tokens": 10 * i, "perplexity": value} for i, value in enumerate(perplexities)]
-        return {"kind": "training", "validation": points, **changes}
+    def run(*perplexities: float, **changes: Any) -> Curve:
+        first = TRAINING["validation"][0]
+        points = [first | {"tokens": 10 * i, "perplexity": value} for i, value in enumerate(perplexities)]
+        return Curve.of(TrainingResult.from_dict(TRAINING | {"validation": points} | changes))
 
-    panel = comparison({"decay": [run(20, 10, 8), run(30, 14), run(90, 99, diverged={"step": 1})]}, None)
+    failed = run(90, 99, diverged={"step": 1, "stage": 0, "reason": "nan"})
+    panel = curves_panel({"decay": [run(20, 10, 8), run(30, 14), failed]}, None)
     thick = [line for line in panel.lines if not line.faint]
     assert [list(line.points) for line in thick] == [[(0, 25), (10, 12)]]
     assert [line.ends_badly for line in panel.lines if line.faint] == [False, False, True]
 
 
-def test_bad_files_are_named(tmp_path: Path) -> None:
-    def error(*paths: Path) -> str:
-        with pytest.raises(ReportError) as caught:
-            make_report(paths, tmp_path / "report")
-        assert not (tmp_path / "report").exists()
-        return str(caught.value)
-
-    def file(text: str) -> Path:
-        (tmp_path / "bad.json").write_text(text)
-        return tmp_path / "bad.json"
-
-    assert "none was given" in error()
-    assert f"no result file at {tmp_path / 'no.json'}" in error(tmp_path / "no.json")
-    assert "bad.json is not JSON: line 2: Expecting value" in error(file('{"kind":\n}'))
-    assert "bad.json has no kind" in error(file("{}"))
-    assert "bad.json has no kind" in error(file("[1, 2]"))
-    assert "bad.json has kind 'poem': a report is made from results of the kinds training, evaluation, cost" in error(
-        file('{"kind": "poem"}')
-    )
-    assert "bad.json has kind ['cost']" in error(file('{"kind": ["cost"]}'))
-    (tmp_path / "bad.json").write_bytes(b"\xff\xfe\x00")
-    assert "bad.json is not text" in error(tmp_path / "bad.json")
-    assert "cannot be read: Is a directory" in error(tmp_path)
+def test_bad_files_are_named_and_nothing_is_written(tmp_path: Path) -> None:
+    (tmp_path / "bad.json").write_text('{"kind": "cost"}')
+    with pytest.raises(ResultError, match=r"bad\.json: seed is missing"):
+        make_report([tmp_path / "bad.json"], tmp_path / "report")
+    with pytest.raises(ReportError, match="none was given"):
+        make_report([], tmp_path / "report")
+    assert not (tmp_path / "report").exists()
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
@@ -395,7 +396,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match=r"cannot write .*cost\.json.*; choose another output folder"):
         make_report([path], path)
     with pytest.raises(ReportError, match="cannot write"):
-        compare_curves({"decay": [TRAINING]}, tmp_path)
+        compare_curves({"decay": [TrainingResult.from_dict(TRAINING)]}, tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["cost.json"]
 
 
@@ -431,7 +432,7 @@ def test_columns_without_a_number_are_left_out(tmp_path: Path) -> None:
 
 
 def test_a_start_in_the_millions_does_not_hide_the_rest(tmp_path: Path) -> None:
-    start = {"tokens": 1000, "perplexity": 9.1e6}
+    start = TRAINING["validation"][0] | {"tokens": 1000, "perplexity": 9.1e6}
     high = TRAINING | {"validation": [start, *TRAINING["validation"]]}
     for result, cut in ((TRAINING, False), (high, True)):
         report(tmp_path, {"train": result})

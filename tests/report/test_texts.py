@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from helpers.sample_results import EVALUATION, evaluated, report, svg_texts, table
 
-from fastweights.report.results import count_text, seconds_text
+from fastweights.report.text import count_text, seconds_text
 
 
 def of(*models: dict[str, Any]) -> dict[str, Any]:
