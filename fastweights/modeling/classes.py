@@ -139,6 +139,9 @@ def use_converted_classes(model: nn.Module) -> None:
         if issubclass(converted, FastWeightsMixin):
             module.__class__ = converted
             module._tp_plan = _without_attention(converted.family, getattr(module, "_tp_plan", None))
+            if "base_model_tp_plan" in vars(module.config):  # some configs of transformers 5.17 have one of their own
+                plan = _without_attention(converted.family, module.config.base_model_tp_plan)
+                module.config.base_model_tp_plan = plan
 
 
 def _without_attention(family: Family, plan: dict[str, Any] | None) -> dict[str, Any]:

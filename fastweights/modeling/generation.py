@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 from transformers.masking_utils import create_masks_for_generate
 from transformers.utils import logging
@@ -60,7 +61,9 @@ class GenerationMixin(Base):
         """The masks of one step with a static cache: they have the same shape at every step, so that a compiled step
         is compiled once. The token mask [B,T] is for converted layers, the others are for layers that are attention."""
         length = inputs_embeds.shape[1]
-        masks = {TOKEN_MASK: None if attention_mask is None else attention_mask[:, -length:]}
+        new = None if attention_mask is None else attention_mask[:, -length:]
+        # a clone, since the strides of a slice would differ from step to step
+        masks = {TOKEN_MASK: None if new is None else new.clone(memory_format=torch.contiguous_format)}
         if not past_key_values.attention_layers:
             return masks
         kwargs = {name: kwargs[name] for name in ("position_ids",) if name in kwargs}

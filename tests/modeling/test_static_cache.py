@@ -63,7 +63,7 @@ def test_a_checkpoint_that_asks_for_a_static_cache_generates(family: str, tmp_pa
 @pytest.mark.parametrize("settings", VARIANTS, ids=NAMES)
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma3_text", "opt"])
 def test_compiled_generation_gives_the_same_tokens_without_a_graph_break(family: str, settings: dict[str, Any]) -> None:
-    """Compiled at most a few times, not at every token; `fullgraph` fails on a graph break."""
+    """Compiled once, or a few times where a sliding window fills up; `fullgraph` fails on a graph break."""
     torch._dynamo.reset()
     model, graphs = converted(family, **settings), []
 
@@ -76,7 +76,7 @@ def test_compiled_generation_gives_the_same_tokens_without_a_graph_break(family:
     compiling._compile_all_devices = True  # also on a CPU
     options = dict(cache_implementation="static", compile_config=compiling, **GREEDY)
     assert torch.equal(model.generate(**left_padded(), max_new_tokens=14, **options), expected)
-    assert 1 <= len(graphs) <= 3
+    assert 1 <= len(graphs) <= (3 if model.config.fastweights["layers"] else 1)
 
 
 @pytest.mark.parametrize("kind", ["offloaded", "quantized", "offloaded_static"])
