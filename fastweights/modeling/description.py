@@ -165,8 +165,8 @@ def _state_bytes(shape: AttentionShape, config: FastWeightsConfig, dtype: torch.
 
 
 def _memory(layers: list[LayerMemory], state_bytes: int, tokens: int) -> MemoryUse:
-    kept = sum(layer.attention_bytes(tokens) for layer in layers if not layer.converted)
-    return MemoryUse(tokens, state_bytes + kept, sum(layer.attention_bytes(tokens) for layer in layers))
+    cached = sum(layer.attention_bytes(tokens) for layer in layers if not layer.converted)
+    return MemoryUse(tokens, state_bytes + cached, sum(layer.attention_bytes(tokens) for layer in layers))
 
 
 def _count(model: nn.Module) -> int:

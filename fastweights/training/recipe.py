@@ -148,7 +148,7 @@ class Recipe:
     length: int = _setting(512, "Tokens of a sequence.")
     batch_tokens: int = _setting(16_384, "Tokens of a step, over all processes.")
     micro_batch: int | None = _setting(
-        None, "Sequences that a process takes through the model at once; by default what half the memory holds."
+        None, "Sequences that a process takes through the model at once; by default what fits 80% of a GPU's memory."
     )
     precision: str = _setting("auto", "Arithmetic of the model; auto is bfloat16 on a GPU, else float32.", PRECISIONS)
     gradient_checkpointing: bool = _setting(False, "Recompute activations instead of keeping them: slower, smaller.")

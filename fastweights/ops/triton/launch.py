@@ -179,8 +179,8 @@ def forward(
     float32: dict[str, Any] = {"dtype": torch.float32, "device": v.device}
     y = v.new_empty(v.shape, dtype=torch.float32 if float32_output else v.dtype)
     end = torch.empty(shape.batch, shape.heads, shape.d, shape.m, **float32)
-    kept, solved, through = plan.saved_shapes(save_states)
-    tile_states = torch.empty(kept, dtype=plan.state_dtype, device=v.device)
+    states, solved, through = plan.saved_shapes(save_states)
+    tile_states = torch.empty(states, dtype=plan.state_dtype, device=v.device)
     inverses, ends = torch.empty(solved, **float32), torch.empty(through, **float32)
     grid, sizes = (plan.sequences * plan.slices, plan.segments), plan.sizes(plan.segment_length)
     options: dict[str, Any] = {
