@@ -24,7 +24,7 @@ from fastweights.rules.feature_maps import sum_normalize
 from fastweights.utils.progress import track
 
 LENGTHS = tuple(2**i for i in range(7, 17))
-TURNS, SETTLE = 15, 6
+REPEATS, SETTLE = 15, 6
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def layer_cost(
     rules: Sequence[str] = ("decay", "delta"),
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
-    turns: int = TURNS,
+    repeats: int = REPEATS,
     compiled: bool = False,
     progress: bool = True,
 ) -> CostResult:
@@ -136,14 +136,14 @@ def layer_cost(
         rules: Update rules to compare with attention.
         dtype: Of weights and activations; by default bfloat16 on a GPU and float32 on a CPU. States are float32.
         device: Where to measure.
-        turns: Timed steps at each length; the median counts.
+        repeats: Timed steps at each length; the median counts.
         compiled: Whether to compile every step with torch.compile.
         progress: Whether to show a progress bar.
 
     Raises:
         ConfigError: If a rule is not known or a number is below 1.
     """
-    _check(lengths, rules, batch=batch, heads=heads, d=d, m=m, turns=turns)
+    _check(lengths, rules, batch=batch, heads=heads, d=d, m=m, repeats=repeats)
     device = torch.device(device)
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     shape = Shape(batch, heads, d, m, dtype, device, torch.Generator(device).manual_seed(0))
@@ -151,14 +151,14 @@ def layer_cost(
     with torch.no_grad(), on(device):
         for length in track(sorted(lengths), "one layer", enabled=progress):
             contenders = {name: functools.partial(_contender, shape, name, length) for name in found}
-            measure(contenders, length, Conditions(device, turns, compiled, SETTLE), found)
+            measure(contenders, length, Conditions(device, repeats, compiled, SETTLE), found)
     costs = compare([findings.cost(name, converted=name != "attention") for name, findings in found.items()])
     return CostResult(
         level="layer",
         what="median seconds of one more token after a text of this length in one layer, bytes cached of the text, "
         "and these with the most that the token needs beside the weights",
         seed=0,
-        tokens=turns,
+        tokens=repeats,
         batch=batch,
         heads=heads,
         d=d,

@@ -1,4 +1,4 @@
-"""What one more token costs after a text of a given length: seconds, and bytes kept of that text."""
+"""What one more token costs after a sequence of a given length: seconds, and bytes of the cache."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def _check_positions(models: Mapping[str, Any], shortest: int) -> None:
 
 
 def _fits(model: Any, length: int) -> bool:
-    """Whether a text of `length` tokens has a position for each."""
+    """Whether a sequence of `length` tokens has a position for each."""
     limit = position_limit(model)
     return limit is None or length <= limit
 
@@ -188,25 +188,25 @@ def _position_table(model: Any) -> Any:
 
 
 def _contender(model: Any, length: int, batch: int) -> Contender:
-    """A model that has read `length` random tokens, and goes on by one: as `fastweights generate` would, with the
+    """A model that has read `length` random tokens and generates one more, as `fastweights generate` would: with the
     engine's step where it has one for the model, and else with the model's own forward."""
     check_room(_needed_bytes(model, length, batch), model.device)
     cache, token = _cache_after(model, length, batch), _random_tokens(model, batch, 1)
-    kept = cached_bytes(cache)
+    cached = cached_bytes(cache)
     if isinstance(cache, FastWeightsCache):
         decoder = make_decode_model(model, batch, max_length=length + 1)
         if decoder.static:
-            return Contender(_engine_step(decoder, cache, token), kept, attends=False, is_engine=True)
+            return Contender(_engine_step(decoder, cache, token), cached, attends=False, is_engine=True)
     attends = not isinstance(cache, FastWeightsCache) or bool(cache.attention_layers)
-    return Contender(_forward_step(model, cache, token), kept, attends)
+    return Contender(_forward_step(model, cache, token), cached, attends)
 
 
 def _needed_bytes(model: Any, length: int, batch: int) -> int:
-    """What is kept of the texts and of the token after them, as often as it is held at once."""
+    """Bytes of the cache after `length` + 1 tokens, times the copies that exist at once."""
     layers = layer_memory(model, family_of(model))
-    kept = sum(layer.state_bytes if layer.converted else layer.attention_bytes(length + 1) for layer in layers)
+    cached = sum(layer.state_bytes if layer.converted else layer.attention_bytes(length + 1) for layer in layers)
     copies = 3 if isinstance(model, FastWeightsMixin) else 1  # the engine's own, and the one that it is filled from
-    return copies * batch * kept
+    return copies * batch * cached
 
 
 def _forward_step(model: Any, cache: Cache, token: Tensor) -> Callable[[], Tensor]:
@@ -224,9 +224,9 @@ def _forward_step(model: Any, cache: Cache, token: Tensor) -> Callable[[], Tenso
 
 def _engine_step(decoder: Any, cache: FastWeightsCache, token: Tensor) -> Callable[[], Tensor]:
     for row in range(len(token)):
-        text = cache.fork()
-        text.batch_select_indices(torch.tensor([row]))
-        decoder.set_slot(row, text)
+        single = cache.fork()
+        single.batch_select_indices(torch.tensor([row]))
+        decoder.set_slot(row, single)
     decoder.tokens.copy_(token[:, 0])
     return decoder.step
 
@@ -244,7 +244,7 @@ def _cache_after(model: Any, length: int, batch: int) -> Cache:
 
 
 class _StaticLayer(DynamicLayer):
-    """The keys and values of a text with room for one more token, which takes the same place every time: shapes and
+    """The keys and values of a sequence with room for one more token, which has the same place each time: shapes and
     addresses stay, as a CUDA graph needs it, and there is nothing to mask, so that the fastest kernels can be used."""
 
     def __init__(self, text: DynamicLayer) -> None:

@@ -1,4 +1,4 @@
-"""One step of generation, timed: every contender gets the same treatment, and they take turns.
+"""One step of generation, timed: all contenders run in the same way, and they alternate.
 
 On CUDA a step is captured in a graph, which takes Python and the launches out of it for all contenders alike, and timed
 with events around several replays. On a CPU it runs as it is.
@@ -26,7 +26,7 @@ from fastweights.results import CostPoint, ModelCost, SkippedLength
 Step = Callable[[], Any]
 REPLAYS = 20
 CAPTURE_WARM_UP = 3
-CHOOSING_TURNS = 3
+CHOOSING_REPEATS = 3
 KERNELS = (
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.CUDNN_ATTENTION,
@@ -37,11 +37,11 @@ KERNELS = (
 
 @dataclass(frozen=True)
 class Conditions:
-    """`turns` each, the median counts. On a CPU a turn begins with `settle` steps that are not timed, so that the timed
-    one finds the processor's caches as its own tokens left them, and not as another contender did."""
+    """Each contender is timed `repeats` times, and the median counts. On a CPU `settle` steps that are not timed come
+    before each timed one, so that it finds the processor's caches as its own tokens left them."""
 
     device: torch.device
-    turns: int
+    repeats: int
     compiled: bool = False
     settle: int = 0
 
@@ -99,7 +99,7 @@ def measure(
     conditions: Conditions,
     found: Mapping[str, Findings],
 ) -> None:
-    """A point of each contender after a text of `length`, or the reason why there is none."""
+    """A point of each contender after `length` tokens, or the reason why there is none."""
     if conditions.compiled:
         torch.compiler.reset()  # every length is compiled anew, and torch gives up after some
     made = _each(contenders, lambda make: make(), length, found)
@@ -171,14 +171,14 @@ def _fastest_kernel(step: Step, conditions: Conditions) -> SDPBackend | None:
             except RuntimeError:  # a kernel that is not for this device, dtype or shape, or that needs too much memory
                 torch.cuda.synchronize()
                 continue
-        seconds[kernel] = median_seconds({"": runner}, replace(conditions, turns=CHOOSING_TURNS))[""]
+        seconds[kernel] = median_seconds({"": runner}, replace(conditions, repeats=CHOOSING_REPEATS))[""]
     return min(seconds, key=seconds.__getitem__, default=None)
 
 
 def median_seconds(runners: Mapping[str, Runner], conditions: Conditions) -> dict[str, float]:
-    """They take turns, so that whatever else the machine does falls on all of them."""
+    """The contenders alternate, so that whatever else the machine does falls on all of them."""
     seconds: dict[str, list[float]] = {name: [] for name in runners}
-    for _ in range(conditions.turns):
+    for _ in range(conditions.repeats):
         for name, runner in runners.items():
             seconds[name].append(_seconds(runner.run, conditions))
     return {name: statistics.median(values) for name, values in seconds.items()}

@@ -39,7 +39,7 @@ from fastweights.utils.files import write_text
 TITLE = "What conversion cost and what it won"
 LOST_UNKNOWN = "Not measured: add the result of an evaluation (fastweights eval)."
 WON_UNKNOWN = "Not measured: add the result of a cost measurement (fastweights profile)."
-# More runs than this cannot be told apart in one plot, nor read one sentence after another: tables of runs show theirs.
+# More runs than this are shown by their tables alone: a plot would be unreadable.
 MANY_RUNS = 12
 
 

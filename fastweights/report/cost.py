@@ -28,9 +28,7 @@ class Measure:
 
 MEASURES = {
     "seconds": Measure("Time of one token", "time", seconds_text, "one more token takes", "faster", "slower"),
-    "bytes": Measure(
-        "Memory kept of the text", "memory", bytes_text, "what is kept of the text is", "smaller", "larger"
-    ),
+    "bytes": Measure("Memory of the cache", "memory", bytes_text, "the cache takes", "smaller", "larger"),
     "peak_bytes": Measure("Peak memory of one token", "peak", bytes_text, "one more token needs", "less", "more"),
 }
 
@@ -47,7 +45,7 @@ def winnings(models: Sequence[ModelEntry], costs: Sequence[CostEntry]) -> list[s
     measured = {model.name for entry in costs for model in entry.cost.models}
     others = [entry for entry in models if entry.converted and entry.model.name not in measured]
     return lines + [
-        f"{entry.label} keeps {bytes_text(entry.model.state_bytes)} of a text, however long it is."
+        f"{entry.label} has a state of {bytes_text(entry.model.state_bytes)}, however long the text is."
         for entry in others
         if entry.model.state_bytes
     ]

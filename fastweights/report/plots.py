@@ -278,11 +278,11 @@ def _log_locator(spread: float) -> Any:
 
 def _spread(xs: list[float]) -> list[float]:
     """Of the measured places, those whose labels do not run into one another on a logarithmic axis."""
-    kept: list[float] = []
+    spread: list[float] = []
     for x in xs:
-        if not kept or x / kept[-1] >= (xs[-1] / xs[0]) ** 0.15:
-            kept.append(x)
-    return kept
+        if not spread or x / spread[-1] >= (xs[-1] / xs[0]) ** 0.15:
+            spread.append(x)
+    return spread
 
 
 def _draw_borders(axes: Any, panel: Panel) -> None:

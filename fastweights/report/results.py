@@ -135,7 +135,7 @@ def _are_parts(one: EvaluatedModel, other: EvaluatedModel) -> bool:
 
 
 def runs_in(results: Sequence[LoadedResult]) -> list[RunEntry]:
-    """The training runs. Those of one name are told apart by their seeds, or else by their files."""
+    """The training runs. Those of one name get their seeds in their labels, or else their files."""
     found = [(loaded.file, loaded.result) for loaded in results if isinstance(loaded.result, TrainingResult)]
     names = Counter(run.name for _, run in found)
     named = [(f"{run.name}, seed {run.seed}" if names[run.name] > 1 else run.name, file, run) for file, run in found]

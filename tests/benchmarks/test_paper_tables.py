@@ -111,7 +111,7 @@ def test_at_most_five_pairs_are_named_the_furthest_apart_first(tmp_path: Path) -
     ]
 
 
-def test_no_order_is_told_without_two_values_on_both_sides(tmp_path: Path) -> None:
+def test_order_needs_two_values_on_both_sides(tmp_path: Path) -> None:
     for other in (in_table_2("b", None, 20.0), in_table_2("b", "N/A", 20.0), in_table_2("b", 20.0, None)):
         assert "Kendall" not in tables(tmp_path, {"a": in_table_2("a", 10.0, 20.0), "b": other})["Table 2"]
     both = {name: in_table_2(name, "diverged", 20.0, **FAILED) for name in "ab"}

@@ -76,7 +76,7 @@ def nearly_the_base() -> Any:
 
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("kept", [0, 1])
-def test_a_restored_layer_is_that_of_a_hybrid(family: str, kept: int) -> None:
+def test_restored_layer_equals_that_of_a_hybrid(family: str, kept: int) -> None:
     """One that was converted without it, with the other weights of the student."""
     student, teacher = converted(pretrained(family), noise=0.05), pretrained(family)
     hybrid = converted(pretrained(family), layers=(1 - kept,))
@@ -93,14 +93,14 @@ def test_a_restored_layer_is_that_of_a_hybrid(family: str, kept: int) -> None:
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_with_all_layers_restored_the_model_is_its_base(family: str) -> None:
+def test_all_layers_restored_give_the_base_model(family: str) -> None:
     student, teacher = converted(pretrained(family)), pretrained(family)
     with restored(student, teacher, [0, 1]):
         found = logits(student)
     assert all(map(torch.equal, found, logits(teacher)))
 
 
-def test_modules_settings_and_modes_are_put_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_settings_and_modes_are_restored_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     student, teacher = converted(pretrained("llama")).train(), pretrained("llama")
     settings, layers = student.config.fastweights, converted_layers(student)
     tensors = {name: x.clone() for name, x in student.state_dict().items()}
@@ -119,7 +119,7 @@ def test_modules_settings_and_modes_are_put_back_after_an_error(monkeypatch: pyt
     assert all(torch.equal(x, tensors[name]) for name, x in student.state_dict().items())
 
 
-def test_the_divergence_is_as_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_divergence_matches_its_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over the tokens that have a successor in their document; in whatever chunks, and batches of any size."""
     student, teacher = converted(pretrained("gpt2")), pretrained("gpt2")
     total, count = 0.0, 0
@@ -135,7 +135,7 @@ def test_the_divergence_is_as_written_out(monkeypatch: pytest.MonkeyPatch) -> No
     assert rank_layers(student, teacher, parts, **QUIET).kl == pytest.approx(total / count, rel=1e-5)
 
 
-def test_a_spoiled_layer_comes_first_and_mends_the_model() -> None:
+def test_damaged_layer_ranks_first_and_restoring_it_repairs_the_model() -> None:
     student, teacher = nearly_the_base(), deep_base()
     spoil(student, {2: 0.3})
     found = rank_layers(student, teacher, inputs(), **QUIET)
@@ -162,7 +162,7 @@ def divergence(student: Any, teacher: Any, layers: list[int]) -> float:
     return float(torch.cat(values).mean())
 
 
-def test_the_greedy_choice_is_the_best_beside_the_layers_chosen_before() -> None:
+def test_greedy_choice_is_the_best_beside_the_layers_chosen_before() -> None:
     student, teacher = nearly_the_base(), deep_base()
     spoil(student, {0: 0.05, 1: 0.3, 2: 0.1, 3: 0.2})
     found = rank_layers(student, teacher, inputs(), keep=4, **QUIET)
@@ -183,7 +183,7 @@ def test_a_hybrid_can_be_ranked_further() -> None:
     assert sorted(found.chosen) == [0, 2, 3] and found.kl_after[-1] == 0.0
 
 
-def test_fitting_comes_first_and_is_taken_back() -> None:
+def test_fit_is_done_before_ranking_and_undone_after() -> None:
     student, teacher = converted(pretrained("gpt2"), window=0), pretrained("gpt2")
     before = {name: x.clone() for name, x in student.state_dict().items()}
     fitted, plain = (rank_layers(student, teacher, inputs(), fit=fit, **QUIET) for fit in (True, False))
@@ -194,7 +194,7 @@ def test_fitting_comes_first_and_is_taken_back() -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2", "opt"])
-def test_in_low_precision_too_all_layers_restored_are_the_base(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_layers_restored_give_the_base_model_in_bfloat16(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU."""
     monkeypatch.setattr(ranking, "autocast", lambda device: torch.autocast(device.type, torch.bfloat16))
     student, teacher = converted(pretrained(family)), pretrained(family)
@@ -202,14 +202,14 @@ def test_in_low_precision_too_all_layers_restored_are_the_base(family: str, monk
     assert found.kl > 0.01 and found.kl_after[-1] == 0.0
 
 
-def test_numbers_that_overflow_are_no_ranking() -> None:
+def test_divergence_that_is_not_finite_is_refused() -> None:
     student = converted(pretrained("gpt2"))
     spoil(student, {1: math.inf})
     with pytest.raises(RankingError, match=r"nan with nothing restored: .* first, fit, or train it"):
         rank_layers(student, pretrained("gpt2"), inputs(), **QUIET)
 
 
-def test_teachers_that_cannot_be_the_base() -> None:
+def test_teachers_that_are_not_the_base_are_refused() -> None:
     student, teacher = converted(pretrained("gpt2")), pretrained("gpt2")
     eager = pretrained("gpt2")
     eager.set_attn_implementation("eager")
@@ -240,7 +240,7 @@ def save_student(folder: Path, base: Path, family: str, **settings: Any) -> Path
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma3_text", "opt"])
-def test_a_hybrid_is_saved_and_loads_as_any_model(family: str, tmp_path: Path) -> None:
+def test_saved_hybrid_loads_with_auto_classes(family: str, tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", family)
     folder = save_student(tmp_path / "student", base, family)
     hybrid_from(folder, [1], tmp_path / "hybrid")
@@ -260,7 +260,7 @@ def test_a_hybrid_is_saved_and_loads_as_any_model(family: str, tmp_path: Path) -
     assert torch.equal(made, again)
 
 
-def test_layers_that_are_attention_already_stay_as_they_are(tmp_path: Path) -> None:
+def test_layers_that_are_attention_already_do_not_change(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", "llama")
     folder = save_student(tmp_path / "student", base, "llama", layers=(1,))
     with pytest.raises(RankingError, match="nothing is left converted: that is the base model itself"):
@@ -270,7 +270,7 @@ def test_layers_that_are_attention_already_stay_as_they_are(tmp_path: Path) -> N
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
 
-def test_what_fails_leaves_no_folder(tmp_path: Path) -> None:
+def test_failed_hybrid_leaves_no_folder(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base")
     folder = save_student(tmp_path / "student", base, "gpt2")
     for layers, reason in (([2, 5], r"layers \[2, 5\] do not exist: the model has 2"), ([0, 1], "nothing is left")):
@@ -305,7 +305,7 @@ def error_of(*arguments: Any) -> str:
     return line.removeprefix("error: ")
 
 
-def test_the_command_ranks_writes_and_saves(folder: Path) -> None:
+def test_rank_command_prints_writes_and_saves(folder: Path) -> None:
     options = ["--data", "text.txt", "--length", 24, "--tokens", 200, "--fit", "--keep", 1, "--device", "cpu"]
     done = run(folder, *options, "-o", "result.json", "--save", "hybrid")
     assert done.exit_code == 0, (done.output, done.exception)
@@ -323,13 +323,13 @@ def test_the_command_ranks_writes_and_saves(folder: Path) -> None:
     assert AutoConfig.from_pretrained("hybrid").fastweights["layers"] == [other["layer"]]
 
 
-def test_the_command_takes_as_long_rows_as_there_are_positions_for(folder: Path) -> None:
+def test_rank_command_limits_rows_to_the_position_table(folder: Path) -> None:
     assert run(folder, "--data", "text.txt", "-o", "result.json").exit_code == 0
     result = json.loads(Path("result.json").read_text())
     assert result["settings"]["length"] == 96 and "hybrid" not in {path.name for path in Path.cwd().iterdir()}
 
 
-def test_errors_name_the_flag(folder: Path, tmp_path: Path) -> None:
+def test_rank_command_errors_name_the_flag(folder: Path, tmp_path: Path) -> None:
     text = ["--data", "text.txt"]
     Path("empty.txt").write_text("\n")
     Path("file").touch()
@@ -354,7 +354,7 @@ def test_errors_name_the_flag(folder: Path, tmp_path: Path) -> None:
     assert "new" not in {path.name for path in tmp_path.iterdir()}
 
 
-def test_teachers_of_another_size_or_none(folder: Path, tmp_path: Path) -> None:
+def test_rank_command_refuses_a_teacher_of_another_size_or_none(folder: Path, tmp_path: Path) -> None:
     other = type(pretrained("gpt2"))(config_of("gpt2", n_layer=3))
     other.save_pretrained("other")
     found = error_of(folder, "--data", "text.txt", "--teacher", "other")

@@ -99,7 +99,7 @@ def converted(family: str = "llama", **settings: Any) -> Any:
     return convert(pretrained(family), FastWeightsConfig(**dict(rule="decay", m=4) | settings))
 
 
-def test_windows_are_those_of_lm_eval() -> None:
+def test_windows_match_lm_eval() -> None:
     from lm_eval.utils import get_rolling_token_windows
 
     for tokens, length, context in itertools.product((1, 2, 7, 8, 9, 24, 25, 31), (1, 2, 8), (0, 1, 5, 7)):
@@ -120,7 +120,7 @@ def test_windows_are_those_of_lm_eval() -> None:
     (pretrained("gpt2"), pretrained("gemma2"), converted("gpt2", window=3), converted(layers=(1,))),
     ids=("gpt2", "gemma2", "converted", "hybrid"),
 )
-def test_perplexity_is_lm_evals(model: Any, text: str) -> None:
+def test_perplexity_matches_lm_eval(model: Any, text: str) -> None:
     for length in (16, 64, 96):
         nll, tokens = rolling_perplexity(model, tokenizer(), text, length)
         ours = perplexity(model, tokenizer(), text, length=length, batch_size=3, progress=False)
@@ -139,7 +139,7 @@ def test_rolling_perplexity_needs_a_first_token() -> None:
 
 
 @pytest.mark.parametrize("model", (pretrained("llama"), converted()), ids=("base", "converted"))
-def test_all_tasks_on_local_files(model: Any, folder: Path) -> None:
+def test_all_local_tasks_run(model: Any, folder: Path) -> None:
     found = run_tasks(model, tokenizer(), list(LOCAL_TASKS), task_folder=folder, limit=2)
     assert set(found) == set(LOCAL_TASKS)
     assert set(found["lambada"]) == {"acc", "acc_stderr", "perplexity", "perplexity_stderr"}
@@ -158,7 +158,7 @@ def likelihood(model: Any, context: str, answer: str) -> float:
     return float(scores[-len(answer) :].sum())
 
 
-def test_numbers_are_what_the_tasks_define(folder: Path) -> None:
+def test_metrics_match_the_definitions_of_the_tasks(folder: Path) -> None:
     model = converted()
     found = run_tasks(model, tokenizer(), ["lambada", "piqa", "winogrande"], task_folder=folder)
     words = [item["text"].rpartition(" ") for item in ITEMS["lambada_openai"]]
@@ -172,13 +172,13 @@ def test_numbers_are_what_the_tasks_define(folder: Path) -> None:
     assert found["winogrande"]["acc"] == pytest.approx(2 / 3 if ends[0] > ends[1] else 1 / 3)
 
 
-def test_limit(folder: Path) -> None:
+def test_limit_runs_the_first_items(folder: Path) -> None:
     first = run_tasks(converted(), tokenizer(), ["piqa"], task_folder=folder, limit=1)
     both = run_tasks(converted(), tokenizer(), ["piqa", "piqa"], task_folder=folder, limit=2)
     assert first["piqa"]["acc"] in (0.0, 1.0) and both["piqa"]["acc"] == 0.5
 
 
-def test_nothing_is_left_behind(
+def test_run_tasks_leaves_generators_model_and_files_unchanged(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[Any] = []
@@ -196,7 +196,7 @@ def test_nothing_is_left_behind(
     assert not (folder.parent / "cache").exists()
 
 
-def test_a_learned_position_table_cuts_texts(folder: Path) -> None:
+def test_length_truncates_long_sequences(folder: Path) -> None:
     assert run_tasks(converted("gpt2"), tokenizer(), ["lambada"], task_folder=folder, length=20)["lambada"]["acc"] <= 1
     with pytest.raises(EvaluationError, match="a continuation has 21 tokens: allow more than length 8"):
         run_tasks(converted("gpt2"), tokenizer(), ["hellaswag"], task_folder=folder, length=8)
@@ -211,7 +211,7 @@ def test_evaluate_runs_tasks(folder: Path) -> None:
         evaluate(models, tasks=["nonsense"], task_folder=folder, progress=False)
 
 
-def test_tasks_that_are_not_there(folder: Path, tmp_path: Path) -> None:
+def test_unknown_tasks_and_missing_files_are_named(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(EvaluationError, match=r"tasks mmlu: .* known are lambada, hellaswag, piqa, arc_easy"):
         check_tasks(["lambada", "mmlu"], folder)
     (folder / "piqa_val.jsonl.xz").unlink()
@@ -229,7 +229,7 @@ def test_tasks_that_are_not_there(folder: Path, tmp_path: Path) -> None:
         ("5", "without sentence, option1, option2, answer"),
     ),
 )
-def test_items_that_cannot_be_read(folder: Path, line: str, said: str) -> None:
+def test_bad_item_is_named_with_its_line(folder: Path, line: str, said: str) -> None:
     (folder / "winogrande_val.jsonl.xz").unlink()
     (folder / "winogrande_val.jsonl").write_text(json.dumps(ITEMS["winogrande_val"][0]) + "\n" + line + "\n")
     with pytest.raises(EvaluationError, match=f"winogrande_val.jsonl, line 2: not an item of winogrande, {said}"):
@@ -237,7 +237,7 @@ def test_items_that_cannot_be_read(folder: Path, line: str, said: str) -> None:
     assert run_tasks(converted(), tokenizer(), ["winogrande"], task_folder=folder, limit=1)
 
 
-def test_files_that_cannot_be_read(folder: Path) -> None:
+def test_bad_data_file_is_named(folder: Path) -> None:
     with pytest.raises(EvaluationError, match="no items to run"):
         run_tasks(converted(), tokenizer(), ["winogrande"], task_folder=folder, limit=0)
     (folder / "piqa_val.jsonl.xz").write_bytes(lzma.compress(b"{}")[:-9])
@@ -245,7 +245,7 @@ def test_files_that_cannot_be_read(folder: Path) -> None:
         run_tasks(converted(), tokenizer(), ["piqa"], task_folder=folder)
 
 
-def test_stock_tasks_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stock_task_errors_name_near_tasks_and_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without lm-eval's own index, which takes ten seconds to build, and without a network."""
     import lm_eval
 
@@ -261,7 +261,7 @@ def test_stock_tasks_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_without_lm_eval(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_lm_eval_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(EvaluationError, match=r"pip install 'fastweights\[eval\]'"):
         run_tasks(converted(), tokenizer(), ["lambada"])
@@ -270,6 +270,6 @@ def test_without_lm_eval(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="the evaluation data sets are not beside the repository")
-def test_the_real_files() -> None:
+def test_tasks_run_on_the_real_files() -> None:
     found = run_tasks(converted(), tokenizer(), list(LOCAL_TASKS), folder=REAL, limit=3)
     assert all(0 <= found[task]["acc"] <= 1 for task in LOCAL_TASKS)

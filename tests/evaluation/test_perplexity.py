@@ -60,7 +60,7 @@ def test_each_token_is_scored_once_in_its_window(model: Any, context: int) -> No
     assert (found.tokens, found.length, found.context) == (90, 16, context)
 
 
-def test_text_shorter_than_a_window() -> None:
+def test_text_shorter_than_a_window_is_scored_at_once() -> None:
     model = converted()
     whole = perplexity(model, tokenizer(), TEXT[:40], length=400, **QUIET)
     row = row_of(TEXT[:40])[None]
@@ -70,7 +70,7 @@ def test_text_shorter_than_a_window() -> None:
     assert perplexity(model, tokenizer(), TEXT[:40], length=400, context=399, **QUIET).nll == whole.nll
 
 
-def test_units() -> None:
+def test_perplexity_units() -> None:
     found = perplexity(converted(), tokenizer(), "ab cd\n ef?", **QUIET)
     assert (found.tokens, found.words, found.bytes) == (10, 3, 10)
     assert found.token == pytest.approx(math.exp(found.nll / 10))
@@ -128,12 +128,12 @@ def _spoil(module: nn.Module) -> None:
         (TEXT, dict(batch_size=0), "batch_size 0"),
     ),
 )
-def test_what_cannot_be_scored(text: str, settings: dict[str, int], said: str) -> None:
+def test_bad_text_or_window_is_refused(text: str, settings: dict[str, int], said: str) -> None:
     with pytest.raises(EvaluationError, match=said):
         perplexity(converted(), tokenizer(), text, **dict(length=16) | settings, **QUIET)
 
 
-def test_tokenizers_that_do_not_fit() -> None:
+def test_missing_or_other_tokenizer_is_refused() -> None:
     with pytest.raises(CheckpointError, match="has no tokenizer"):
         perplexity(converted(), None, TEXT, **QUIET)
     model = converted()
@@ -149,7 +149,7 @@ def test_a_loss_that_is_not_finite_names_its_window() -> None:
         perplexity(model, tokenizer(), "a" * 40 + "Z" + "a" * 40, length=16, **QUIET)
 
 
-def test_learned_positions_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_past_the_position_table_are_refused_unless_clamped(monkeypatch: pytest.MonkeyPatch) -> None:
     for model in (pretrained("gpt2"), converted("gpt2"), pretrained("opt")):
         with pytest.raises(EvaluationError, match="learned positions for 96 tokens"):
             perplexity(model, tokenizer(), TEXT, length=97, **QUIET)
@@ -170,7 +170,7 @@ def test_by_position_adds_up_to_the_perplexity() -> None:
     assert found[0].perplexity == pytest.approx(math.exp(found[0].loss))
 
 
-def test_position_buckets() -> None:
+def test_position_buckets_average_the_right_tokens() -> None:
     model, row = converted(), row_of(TEXT)
     found = perplexity_by_position(model, tokenizer(), TEXT, length=50, buckets=(0, 1, 40, 99), **QUIET)
     assert [(row.start, row.end) for row in found] == [(0, 1), (1, 40), (40, 50)]
@@ -187,7 +187,7 @@ def test_position_buckets() -> None:
     (pretrained("llama"), pretrained("mistral"), pretrained("gpt_neox"), converted(window=3), converted(layers=(1,))),
     ids=("llama", "mistral", "gpt_neox", "converted", "hybrid"),
 )
-def test_long_windows_are_read_in_pieces(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_windows_read_in_chunks_give_the_same_losses(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def both() -> tuple[list[PositionBucket], float]:
         by_position = perplexity_by_position(model, tokenizer(), TEXT, length=70, **QUIET)
         return by_position, perplexity(model, tokenizer(), TEXT, length=70, context=60, **QUIET).nll

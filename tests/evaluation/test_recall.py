@@ -56,7 +56,7 @@ def looks_up(tokens: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def test_recall_of_a_model_that_looks_up_and_of_one_that_guesses() -> None:
+def test_recall_is_perfect_for_lookup_and_chance_for_guessing() -> None:
     distances = (16, 33, 70)
     found = recall_probe(Fake(looks_up), distances=distances, samples=16, **QUIET)
     for kind, chance in (("pairs", 1 / 8), ("copy", 1 / 200)):
@@ -72,7 +72,7 @@ def test_recall_of_a_model_that_looks_up_and_of_one_that_guesses() -> None:
     assert found.copy[0].accuracy < 0.02
 
 
-def test_recall_texts() -> None:
+def test_recall_sequences_have_the_stated_distance() -> None:
     model = Fake(looks_up)
     recall_probe(model, distances=(40,), pairs=4, samples=6, batch_size=6, **QUIET)
     pairs, copies = model.asked
@@ -84,7 +84,7 @@ def test_recall_texts() -> None:
     assert not torch.equal(pairs[0], pairs[4])
 
 
-def test_recall_is_decided_by_the_seed() -> None:
+def test_recall_is_deterministic_given_the_seed() -> None:
     model = converted()
     first, again, other = (
         recall_probe(model, distances=(16, 32), samples=32, seed=seed, **QUIET) for seed in (0, 0, 1)
@@ -103,12 +103,12 @@ def test_recall_is_decided_by_the_seed() -> None:
         (dict(pairs=20), "and 30 tokens"),
     ),
 )
-def test_recall_that_cannot_be_asked(settings: dict[str, Any], said: str) -> None:
+def test_recall_with_too_few_positions_or_tokens_is_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(EvaluationError, match=said):
         recall_probe(converted(), samples=2, **settings, **QUIET)
 
 
-def test_recall_keeps_to_learned_positions() -> None:
+def test_recall_respects_the_position_table() -> None:
     with pytest.raises(EvaluationError, match=r"sequences of 97: .* positions for 96 tokens"):
         recall_probe(converted("gpt2"), distances=(81,), samples=2, **QUIET)
     found = recall_probe(converted("gpt2"), samples=2, **QUIET)

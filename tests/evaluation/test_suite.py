@@ -25,7 +25,7 @@ def converted(family: str = "llama", **settings: Any) -> Any:
     return convert(pretrained(family), FastWeightsConfig(**dict(rule="decay", m=4) | settings))
 
 
-def test_evaluate_gives_a_result() -> None:
+def test_evaluate_returns_all_measures_of_all_models() -> None:
     models = {"base": (pretrained("llama").to(torch.bfloat16), tokenizer()), "decay": (converted(), tokenizer())}
     settings = dict(length=32, contexts=(0, 24), by_position=True, position_length=64, recall=True)
     found = evaluate(models, data={"one": TEXT, "two": TEXT[:70]}, **settings, **QUIET)
@@ -50,7 +50,7 @@ def test_evaluate_gives_a_result() -> None:
     assert EvaluationResult.from_dict(json.loads(json.dumps(found.to_dict()))) == found
 
 
-def test_evaluate_measures_only_what_is_asked_for() -> None:
+def test_evaluate_measures_only_what_is_requested() -> None:
     found = evaluate({"m": (converted(), tokenizer())}, data={"t": TEXT}, length=64, **QUIET).models[0]
     assert (found.by_position, found.recall, found.tasks) == (None, None, None)
     with pytest.raises(EvaluationError, match="nothing to evaluate on"):

@@ -83,7 +83,7 @@ def test_gpu_ranking_matches_cpu_ranking(family: str) -> None:
 
 
 def test_layer_cost_captures_every_contender_in_a_cuda_graph() -> None:
-    result = layer_cost((128, 4096), device="cuda", turns=2, progress=False)
+    result = layer_cost((128, 4096), device="cuda", repeats=2, progress=False)
     assert [entry.how for entry in result.models] == ["CUDA graph"] * 3
     assert all(point.kernel for entry in result.models if entry.name == "attention" for point in entry.points)
     assert all(point.peak_bytes > point.bytes for entry in result.models for point in entry.points)

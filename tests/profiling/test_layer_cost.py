@@ -31,14 +31,14 @@ def tokens(length: int) -> Tensor:
 
 
 def cost(lengths: tuple[int, ...] = (4, 8), **options: Any) -> CostResult:
-    return layer_cost(lengths, **dict(batch=B, heads=H, d=D, m=M, turns=2, progress=False) | options)
+    return layer_cost(lengths, **dict(batch=B, heads=H, d=D, m=M, repeats=2, progress=False) | options)
 
 
 def points_of(result: CostResult, name: str) -> list[CostPoint]:
     return next(entry.points for entry in result.models if entry.name == name)
 
 
-def test_the_step_with_a_static_cache_is_full_attention() -> None:
+def test_static_cache_step_equals_full_attention() -> None:
     layer, x = AttentionLayer(shape(), T), tokens(T + 1)
     q, k, v = (
         part.unflatten(-1, (H, D)).transpose(1, 2) for part in F.linear(x, layer.w_in).split([H * D] * 3, dim=-1)
@@ -53,7 +53,7 @@ def test_the_step_with_a_static_cache_is_full_attention() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_steps_of_a_rule_are_its_loop(rule: str) -> None:
+def test_steps_of_a_rule_equal_its_loop(rule: str) -> None:
     layer, x = RuleLayer(shape(), rule), tokens(T)
     before = layer.state.clone()
     steps = torch.stack([layer.step(x[:, t]) for t in range(T)], dim=1)
@@ -78,7 +78,7 @@ def test_bytes_of_attention_grow_and_those_of_rules_do_not() -> None:
     assert result.models[1].cheaper_from["bytes"] == 4
 
 
-def test_the_peak_is_what_a_step_makes_at_once() -> None:
+def test_peak_counts_tensors_that_exist_at_once() -> None:
     def step() -> None:
         for _ in range(3):
             first = torch.zeros(1000)
@@ -100,16 +100,16 @@ def test_the_result_says_what_it_is() -> None:
     assert set(result.cheaper_from) == {"seconds", "bytes", "peak_bytes"}
 
 
-def test_contenders_take_turns_and_settle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contenders_alternate_after_settling(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[str] = []
     for kind in (AttentionLayer, RuleLayer):
         monkeypatch.setattr(kind, "step", lambda self, x: taken.append(getattr(self, "rule", "attention")))
     monkeypatch.setattr("fastweights.profiling.layer_cost.SETTLE", 2)
     cost((4,), rules=("decay",))
-    assert taken == ["attention", "decay"] + (["attention"] * 3 + ["decay"] * 3) * 2  # the peak, then two turns
+    assert taken == ["attention", "decay"] + (["attention"] * 3 + ["decay"] * 3) * 2  # the peak, then two repeats
 
 
-def test_never_on_zeros_and_the_same_numbers_every_time() -> None:
+def test_inputs_are_random_and_deterministic() -> None:
     one, two = (AttentionLayer(shape(), T) for _ in range(2))
     assert all(bool((x != 0).all()) for x in (one.x, one.keys, one.values, one.w_in))
     assert torch.equal(one.keys, two.keys)
@@ -150,7 +150,7 @@ def test_a_step_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -
     assert attention.points == [] and attention.left_out[1] == SkippedLength(length=8, reason="out of memory: no room")
 
 
-def test_memory_of_a_cpu_is_asked_for_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_memory_is_checked_before_allocating(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 3_000_000}))
     attention = cost((4, 100_000)).models[0]
     assert [p.length for p in attention.points] == [4]
@@ -170,7 +170,7 @@ def test_what_cannot_be_measured_is_refused() -> None:
     for lengths in ((), (0, 4)):
         with pytest.raises(ConfigError, match="lengths must be"):
             cost(lengths)
-    for name in ("batch", "heads", "d", "m", "turns"):
+    for name in ("batch", "heads", "d", "m", "repeats"):
         with pytest.raises(ConfigError, match=f"{name} must be at least 1, found 0"):
             cost(**{name: 0})
     with pytest.raises(ConfigError, match="rule 'dceay' is not known; choose from add, gated, delta, decay"):
@@ -183,10 +183,10 @@ def no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> timing.Conditions:
     monkeypatch.setattr(timing, "_warm_up", lambda step: step())
     monkeypatch.setattr(timing, "_captured", lambda step: step)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    return timing.Conditions(torch.device("cuda"), turns=1)
+    return timing.Conditions(torch.device("cuda"), repeats=1)
 
 
-def test_a_step_that_cannot_be_captured_runs_as_it_is(
+def test_step_that_cannot_be_captured_runs_eagerly(
     no_gpu_needed: timing.Conditions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def step() -> None: ...

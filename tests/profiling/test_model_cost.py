@@ -50,7 +50,7 @@ def test_bytes_are_the_state_and_the_keys_and_values() -> None:
     assert all(p.seconds > 0 for name in ("base", "decay") for p in points_of(result, name))
 
 
-def test_a_hybrid_keeps_both() -> None:
+def test_hybrid_caches_states_and_keys() -> None:
     hybrid = converted("gpt2", layers=(1,))
     result = cost({"hybrid": hybrid}, (10,))
     [point] = points_of(result, "hybrid")
@@ -58,7 +58,7 @@ def test_a_hybrid_keeps_both() -> None:
     assert point.bytes == describe(hybrid).state_bytes + 10 * 2 * 32 * 4
 
 
-def test_a_long_text_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prefill_is_chunked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastweights.profiling.model_cost.CHUNK", 8)
     base = pretrained("llama")
     read: list[int] = []
@@ -69,13 +69,13 @@ def test_a_long_text_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     assert points_of(cost({"base": pretrained("llama")}, (20,)), "base")[0].bytes == whole[0].bytes
 
 
-def test_models_take_turns() -> None:
+def test_models_alternate() -> None:
     models = {"a": pretrained("llama"), "b": pretrained("gpt2")}  # both by their own forward
-    turns: list[str] = []
+    order: list[str] = []
     for name, model in models.items():
-        model.register_forward_pre_hook(lambda _, args, name=name: turns.append(name))
+        model.register_forward_pre_hook(lambda _, args, name=name: order.append(name))
     cost(models, (10,))
-    assert turns == ["a", "b"] * 4  # the text, the token for warming up, two timed ones
+    assert order == ["a", "b"] * 4  # the text, the token for warming up, two timed ones
 
 
 def test_the_result_says_what_it_is() -> None:
@@ -99,7 +99,7 @@ def test_a_circle_marks_where_the_peak_is_smaller() -> None:
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])  # the second has masks
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "gemma3_text", "gpt_neox", "opt"])
-def test_the_step_with_a_static_cache_is_the_models_own(family: str, implementation: str) -> None:
+def test_static_cache_step_equals_the_model(family: str, implementation: str) -> None:
     model, ids = pretrained(family), tokens(2, 21)  # windows of 7 in two of them
     model.set_attn_implementation(implementation)
     with torch.no_grad():
@@ -113,7 +113,7 @@ def test_the_step_with_a_static_cache_is_the_models_own(family: str, implementat
 
 @pytest.mark.parametrize("layers", [None, (0,)], ids=["all", "hybrid"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_the_step_of_the_engine_is_the_models_own(family: str, layers: tuple[int, ...] | None) -> None:
+def test_engine_step_equals_the_model(family: str, layers: tuple[int, ...] | None) -> None:
     model, ids = converted(family, window=5, layers=layers), tokens(2, 21)
     with torch.no_grad():
         expected = model(ids).logits[:, -1]
@@ -136,7 +136,7 @@ def test_a_step_makes_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     assert masks == [None] * 2 * 3  # two layers; the token for warming up, two timed ones
 
 
-def test_the_peak_is_what_is_kept_and_what_a_token_needs() -> None:
+def test_peak_is_the_cache_and_what_a_step_allocates() -> None:
     models = {"base": pretrained("llama"), "decay": converted("llama", window=5)}
     for entry in cost(models, (10, 200)).models:
         needs = [point.peak_bytes - point.bytes for point in entry.points]
@@ -145,7 +145,7 @@ def test_the_peak_is_what_is_kept_and_what_a_token_needs() -> None:
         assert entry.how == ("engine" if entry.converted else "eager")
 
 
-def test_texts_side_by_side() -> None:
+def test_cache_grows_with_the_batch() -> None:
     models = {"base": pretrained("llama"), "decay": converted("llama")}
     one, three = (cost(models, (10,), batch=batch) for batch in (1, 3))
     assert three.batch == 3
@@ -154,7 +154,7 @@ def test_texts_side_by_side() -> None:
         assert together.bytes == 3 * alone.bytes
 
 
-def test_the_text_is_random(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefill_tokens_are_random(monkeypatch: pytest.MonkeyPatch) -> None:
     base, read = pretrained("llama"), []
     base.register_forward_pre_hook(lambda _, args: read.append(args[0]))
     cost({"base": base}, (40,))
@@ -179,7 +179,7 @@ def test_a_length_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch)
     assert [p.length for p in points_of(result, "decay")] == [10, 20]
 
 
-def test_memory_of_a_cpu_is_asked_for_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_memory_is_checked_before_allocating(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 10_000}))
     models = {"base": pretrained("llama"), "decay": converted("llama"), "hybrid": converted("llama", layers=(1,))}
     base, decay, hybrid = cost(models, (10, 30, 400)).models
@@ -194,7 +194,7 @@ def test_memory_of_a_cpu_is_asked_for_first(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "gemma3_text"])  # the last two have windows of 7
-def test_the_memory_asked_for_is_what_is_kept(family: str) -> None:
+def test_checked_memory_equals_the_cache(family: str) -> None:
     hybrid, base = converted(family, window=5, layers=(0,)), pretrained(family)
     for model, copies in ((base, 1), (hybrid, 3)):
         with torch.no_grad():
@@ -202,7 +202,7 @@ def test_the_memory_asked_for_is_what_is_kept(family: str) -> None:
         assert profiling._needed_bytes(model, 20, batch=2) == copies * kept
 
 
-def test_training_mode_comes_back() -> None:
+def test_training_mode_is_restored() -> None:
     base, decay = pretrained("gpt2").train(), converted("gpt2")
     cost({"base": base, "decay": decay}, (4,))
     assert base.training and not decay.training
@@ -223,7 +223,7 @@ def test_lengths_past_a_position_table_are_left_out_or_stretched(family: str) ->
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
-def test_a_stretched_model_is_the_model_within_its_table(family: str) -> None:
+def test_stretched_model_equals_the_model_within_its_table(family: str) -> None:
     model = pretrained(family)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     twin = stretched(model, 300)
@@ -272,5 +272,5 @@ def test_what_cannot_be_measured_is_refused() -> None:
         ([], [], None),
     ],
 )
-def test_cheaper_from(base: Points, decay: Points, expected: int | None) -> None:
+def test_cheaper_from_interpolates_between_lengths(base: Points, decay: Points, expected: int | None) -> None:
     assert cheaper_from(base, decay, "seconds") == expected

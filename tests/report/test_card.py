@@ -15,7 +15,7 @@ from fastweights.report import ReportError, model_card, write_model_card
 from fastweights.utils.errors import CheckpointError
 
 
-def test_model_card(tmp_path: Path) -> None:
+def test_model_card_has_settings_results_and_limits(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "gpt2-decay", m=8, window=4)
     paths = write(tmp_path, ALL | {"train": TRAINING | {"base": {"name": "openai/gpt2", "perplexity": 14.5}}})
     card = model_card(paths, folder)
@@ -35,13 +35,13 @@ def test_model_card(tmp_path: Path) -> None:
     assert str(tmp_path) not in card and "plots/" not in card
 
 
-def test_the_code_of_a_model_card_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_of_a_model_card_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_model(tmp_path / "gpt2-decay", m=8)
     monkeypatch.chdir(tmp_path)
     exec(re.findall(r"```python\n(.*?)```", model_card([], folder), re.DOTALL)[0], {})
 
 
-def test_a_model_card_says_no_more_than_is_known(tmp_path: Path) -> None:
+def test_model_card_leaves_out_what_is_not_known(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", m=8)
     about = yaml.safe_load(model_card(write(tmp_path, ALL), folder).split("---\n")[1])
     assert not {"base_model", "license"} & set(about)  # "gpt2" may as well be a folder's name
@@ -71,7 +71,7 @@ def test_a_model_card_is_written_beside_the_model(tmp_path: Path) -> None:
     assert not [name for name in os.listdir(folder) if name.endswith(".tmp")]
 
 
-def test_a_model_card_is_of_a_converted_model(tmp_path: Path) -> None:
+def test_model_card_of_an_unconverted_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match="not converted"):
         model_card([], save_model(tmp_path / "plain"))
     with pytest.raises(CheckpointError, match=r"no config\.json"):

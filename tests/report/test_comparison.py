@@ -26,7 +26,7 @@ def test_a_comparison_has_a_row_for_each_variant(tmp_path: Path) -> None:
     assert "Of several seeds the mean, in brackets the lowest and the highest." in words
 
 
-def test_variants_of_a_row_are_told_apart_by_their_columns(tmp_path: Path) -> None:
+def test_variants_of_a_row_are_labelled_by_their_columns(tmp_path: Path) -> None:
     rows = table(section(report(tmp_path, TABLE_1)[0], "Table 1"), "Table 1")
     assert [row["Table 1"] for row in rows][:3] == ["add (baseline)", "add (no norm)", "add (no map)"]
     assert [row["validation perplexity"] for row in rows][:2] == ["31.23", "diverged (reached 40.00)"]

@@ -129,7 +129,7 @@ def test_a_page_can_hold_the_peaks_of_models(tmp_path: Path) -> None:
     assert "(page_peak_bytes_2.svg)" in page.read_text()
 
 
-def test_an_older_result_does_not_say_from_where_the_peak_is_smaller(tmp_path: Path) -> None:
+def test_older_result_without_peak_crossing_is_reported(tmp_path: Path) -> None:
     body = with_peaks()
     del body["cheaper_from"]["peak_bytes"]
     markdown, _ = report(tmp_path, {"cost": body})
@@ -171,7 +171,7 @@ def test_a_figure_of_a_layer_and_models_has_two_rows(tmp_path: Path) -> None:
     both, _ = drawn(BOTH, tmp_path)
     shown = svg_texts(tmp_path / "cost.svg")
     assert "whole models, batch 1, float32, x86_64" in shown and {"gpt2", "gpt2-decay", "delta"} <= set(shown)
-    assert "Memory kept of the text" in shown  # these models have no peaks
+    assert "Memory of the cache" in shown  # these models have no peaks
     (_, low), (_, high) = (struct.unpack(">II", png[16:24]) for png in (one, both))
     assert high == 2 * low
 
@@ -180,10 +180,10 @@ def test_the_figure_of_models_shows_their_peaks(tmp_path: Path) -> None:
     drawn(with_peaks(), tmp_path)
     shown = svg_texts(tmp_path / "cost.svg")
     assert "Peak memory of one token: less from 308 tokens" in shown
-    assert not any("Memory kept" in text for text in shown)
+    assert not any("Memory of the cache" in text for text in shown)
 
 
-def test_names_do_not_run_into_one_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_lines_do_not_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heights: list[float] = []
     from matplotlib.axes import Axes
 
@@ -201,7 +201,7 @@ def test_names_do_not_run_into_one_another(tmp_path: Path, monkeypatch: pytest.M
     assert 0.9 < panels[1][2] < 1  # attention needs the most memory: its name stands at its line's end
 
 
-def test_the_figure_is_small_and_the_same_every_time(tmp_path: Path) -> None:
+def test_figure_is_small_and_deterministic(tmp_path: Path) -> None:
     png, svg = drawn(BOTH, tmp_path)
     assert (png, svg) == drawn(copy.deepcopy(BOTH), tmp_path)
     assert png.startswith(b"\x89PNG") and len(png) < 400_000 and len(svg) < 200_000

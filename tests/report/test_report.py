@@ -121,7 +121,7 @@ def test_training_has_the_numbers_of_the_result(tmp_path: Path) -> None:
     ]
 
 
-def test_the_summary_says_what_was_lost_and_won(tmp_path: Path) -> None:
+def test_summary_lists_losses_and_gains(tmp_path: Path) -> None:
     markdown, _ = report(tmp_path, ALL)
     lost, _, won = section(markdown, "Summary").partition("**What was won**")
     assert "gpt2-decay has a perplexity of 20.00 on wiki, 1.25 × that of gpt2 (16.00)." in lost
@@ -132,7 +132,7 @@ def test_the_summary_says_what_was_lost_and_won(tmp_path: Path) -> None:
     assert "500.0 kB, 32.0 × smaller than with gpt2 (16.0 MB); smaller at every length measured" in won
 
 
-def test_what_is_not_won_is_said(tmp_path: Path) -> None:
+def test_summary_says_where_a_model_is_slower(tmp_path: Path) -> None:
     slow = copy.deepcopy(COST) | {"cheaper_from": {"seconds": None, "bytes": None}}
     for point in slow["models"][1]["points"]:
         point["seconds"] = 0.024
@@ -154,7 +154,7 @@ def test_provenance_names_every_file(tmp_path: Path) -> None:
         assert (row["versions"], row["hardware"]) == ("python 3.11.7, torch 2.13.0", "cpu x86_64, threads 2")
 
 
-def test_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
+def test_files_of_one_name_get_different_labels(tmp_path: Path) -> None:
     runs = {f"{name}/result": TRAINING | {"name": "run", "seed": seed} for seed, name in enumerate("ab")}
     paths = write(tmp_path, runs)
     make_report([*paths, paths[0]], tmp_path / "report")
@@ -195,7 +195,7 @@ def test_a_model_measured_in_parts_is_one(change: dict[str, Any], together: bool
         assert [entry.label for entry in found] == ["a (0.json)", "a (1.json)"]
 
 
-def test_plots_are_there_and_named(tmp_path: Path) -> None:
+def test_plots_are_written_and_linked(tmp_path: Path) -> None:
     markdown, html = report(tmp_path, ALL)
     plots = tmp_path / "report" / "plots"
     assert {path.stem for path in plots.iterdir()} == PLOTS
@@ -204,20 +204,20 @@ def test_plots_are_there_and_named(tmp_path: Path) -> None:
     for name in PLOTS - {"loss", "validation", "ranking"}:
         assert {"gpt2", "gpt2-decay"} <= set(svg_texts(plots / f"{name}.svg"))
     assert "Time of one token: less from 449 tokens" in svg_texts(plots / "seconds.svg")
-    assert "Memory kept of the text" in svg_texts(plots / "bytes.svg")  # no crossing to mark
+    assert "Memory of the cache" in svg_texts(plots / "bytes.svg")  # no crossing to mark
     assert "base model: 14.50" in svg_texts(plots / "validation.svg")
     assert "chance: 12.5 %" in svg_texts(plots / "recall_pairs.svg")
     assert {"tokens (1 transfer, 2 finetune)", "1", "2"} <= set(svg_texts(plots / "loss.svg"))
 
 
-def test_plots_follow_a_dark_screen(tmp_path: Path) -> None:
+def test_plots_follow_a_dark_colour_scheme(tmp_path: Path) -> None:
     report(tmp_path, {"cost": COST})
     svg = (tmp_path / "report" / "plots" / "seconds.svg").read_text()
     assert "prefers-color-scheme: dark" in svg and "fill: var(--paper)" in svg
     assert not re.search("(fill|stroke): #(24292f|ffffff)", svg)
 
 
-def test_html_needs_nothing_else(tmp_path: Path) -> None:
+def test_html_is_self_contained(tmp_path: Path) -> None:
     markdown, html = report(tmp_path, ALL, title="My model")
     page = Page(html)
     assert page.sources and all(source.startswith("data:image/svg+xml;base64,") for source in page.sources)
@@ -229,13 +229,13 @@ def test_html_needs_nothing_else(tmp_path: Path) -> None:
     assert markdown.startswith("# My model\n")
 
 
-def test_both_pages_say_the_same(tmp_path: Path) -> None:
+def test_markdown_and_html_have_the_same_cells(tmp_path: Path) -> None:
     markdown, html = report(tmp_path, ALL)
     cells = [cell.replace("\\", "") for found in tables(markdown) for row in found for cell in row]
     assert Page(html).cells == cells
 
 
-def test_hostile_names_are_only_text(tmp_path: Path) -> None:
+def test_hostile_names_are_escaped(tmp_path: Path) -> None:
     hostile = "<script>alert('x')</script> | $\\frac{ & \"_q\n# a*b*"
     results = json.loads(json.dumps(ALL).replace("gpt2-decay", json.dumps(hostile)[1:-1]))
     results["train"] |= {"name": hostile}
@@ -284,8 +284,8 @@ def test_one_result_alone_makes_a_report(tmp_path: Path, name: str) -> None:
     assert Page(html).tags.count("h2") == len(titles)
 
 
-def test_a_state_counts_as_won_where_no_cost_was_measured(tmp_path: Path) -> None:
-    assert "gpt2-decay keeps 2.2 MB of a text, however long it is." in report(tmp_path, {"eval": EVALUATION})[0]
+def test_state_size_is_a_gain_where_no_cost_was_measured(tmp_path: Path) -> None:
+    assert "gpt2-decay has a state of 2.2 MB, however long the text is." in report(tmp_path, {"eval": EVALUATION})[0]
 
 
 def _without(value: Any, lost: str) -> Any:
@@ -332,7 +332,7 @@ def test_any_number_may_be_odd(tmp_path: Path, kind: type, value: Any) -> None:
         assert not re.search(r"\b(nan|inf|None)\b", markdown)
 
 
-def test_a_model_without_finite_perplexity_is_said_to_have_diverged(tmp_path: Path) -> None:
+def test_model_without_finite_perplexity_is_reported_as_diverged(tmp_path: Path) -> None:
     broken = copy.deepcopy(EVALUATION)
     broken["models"][1]["perplexity"] = [{"data": "wiki", "length": 1024, "context": 0, "tokens": 5000, "token": NAN}]
     markdown, _ = report(tmp_path, {"eval": broken})
@@ -351,11 +351,11 @@ def test_a_diverged_run_is_marked_with_its_reason(tmp_path: Path) -> None:
     assert "tokens (1 transfer, 2 finetune)" in svg_texts(tmp_path / "report" / "plots" / "loss.svg")
 
 
-def test_an_unfinished_run_is_said_to_be_so(tmp_path: Path) -> None:
+def test_unfinished_run_is_reported_as_such(tmp_path: Path) -> None:
     assert "The run is not finished." in report(tmp_path, {"train": TRAINING | {"finished": False}})[0]
 
 
-def test_comparison_of_curves(tmp_path: Path) -> None:
+def test_compare_curves_draws_each_run_and_the_mean(tmp_path: Path) -> None:
     paths = write(tmp_path, {f"decay{seed}": TRAINING | {"seed": seed} for seed in range(3)})
     added = [TrainingResult.from_dict(body) for body in (TRAINING, diverged())]
     target = compare_curves({"decay": paths, "add": added}, tmp_path / "a" / "runs.svg", base=14.5)
@@ -431,7 +431,7 @@ def test_columns_without_a_number_are_left_out(tmp_path: Path) -> None:
     assert "bits per byte" in header and "by word" not in header
 
 
-def test_a_start_in_the_millions_does_not_hide_the_rest(tmp_path: Path) -> None:
+def test_curve_that_starts_in_the_millions_is_cut_off(tmp_path: Path) -> None:
     start = TRAINING["validation"][0] | {"tokens": 1000, "perplexity": 9.1e6}
     high = TRAINING | {"validation": [start, *TRAINING["validation"]]}
     for result, cut in ((TRAINING, False), (high, True)):

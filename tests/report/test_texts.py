@@ -63,5 +63,5 @@ def test_a_model_in_two_files_is_compared_with_the_base_of_its_own(tmp_path: Pat
         (count_text, 999.4e6, "999 M"),
     ],
 )
-def test_numbers_that_round_to_the_next_unit(text: Any, value: float, shown: str) -> None:
+def test_values_that_round_up_take_the_next_unit(text: Any, value: float, shown: str) -> None:
     assert text(value) == shown
