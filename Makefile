@@ -9,8 +9,10 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 quickstart: .venv/.installed
 	$(BIN)/fastweights quickstart
 
+# Prints the lines covered in all and the files with fewest.
 test: lint
-	$(PYTEST)
+	$(PYTEST) --cov --cov-report=
+	@$(BIN)/coverage report --sort=cover | sed -n '1,14p;$$p'
 
 # The whole product of rule, feature map, normaliser, family and hybrid instead of its pairs.
 test-full: lint

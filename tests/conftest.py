@@ -7,15 +7,23 @@ from pathlib import Path
 import pytest
 import torch
 
+TESTS = Path(__file__).parent
+
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # Scripts that tests start import helpers, too.
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
+
+
+# Half of the computing time. Before Python 3.12 they take half as long again with coverage, and other tests run the
+# same lines.
+WITHOUT_COVERAGE = ("ops/", "modeling/test_parity.py", "modeling/test_window.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if item.path.relative_to(TESTS).as_posix().startswith(WITHOUT_COVERAGE):
+            item.add_marker(pytest.mark.no_cover)

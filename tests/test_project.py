@@ -1,4 +1,4 @@
-"""The project's own files: lint commands, what the wheel holds, where tests import from."""
+"""The project's own files: lint commands, and where tests import from."""
 
 from __future__ import annotations
 

@@ -175,6 +175,17 @@ def test_a_state_is_saved_loaded_and_forked(family: str, settings: dict[str, Any
     assert [path.name for path in tmp_path.iterdir()] == ["state.safetensors"]
 
 
+@pytest.mark.parametrize("settings", [*VARIANTS, dict(m=4, layers=(0,))], ids=lambda s: "-".join(map(str, s.values())))
+def test_advancing_a_fork_leaves_the_original_unchanged(settings: dict[str, Any]) -> None:
+    model, ids, more = converted("llama", **settings), tokens(1, 11), tokens(1, 6, seed=9)
+    with torch.no_grad():
+        cache = model(ids, use_cache=True).past_key_values
+        model(more, past_key_values=cache.fork())
+        found = model(more, past_key_values=cache).logits
+        expected = model(torch.cat([ids, more], dim=1)).logits[:, 11:]
+    assert_close("logits of the original", found, expected, 1e-5)
+
+
 def test_a_hybrids_state_with_gradients_is_forked() -> None:
     model, ids, more = converted(m=4, layers=(0,)), tokens(1, 5), tokens(2, 3, seed=9)
     cache = model(ids, use_cache=True).past_key_values
