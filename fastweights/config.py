@@ -4,11 +4,12 @@ the command line's help texts are taken from these descriptions."""
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass
 from numbers import Integral, Real
 from typing import Any, get_type_hints
 
-from fastweights.utils.errors import FastWeightsError
+from fastweights.utils.errors import Argument, FastWeightsError
+from fastweights.utils.settings import check_names, check_settings, setting, setting_help
 
 # model_type of a converted model: this and its family's name
 MODEL_TYPE_PREFIX = "fastweights_"
@@ -32,99 +33,78 @@ class ConfigError(FastWeightsError):
     """A configuration that is not defined, with the reason."""
 
 
-def _setting(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
-    return field(default=default, metadata={"help": help, "choices": choices})
-
-
 @dataclass(frozen=True)
 class FastWeightsConfig:
-    rule: str = _setting("decay", "Update rule that replaces softmax attention.", RULES)
-    m: int = _setting(32, "State width: each head keeps a d x m matrix. Not used by the local rule.")
-    feature_map: str | None = _setting(
+    rule: str = setting("decay", "Update rule that replaces softmax attention.", RULES)
+    m: int = setting(32, "State width: each head keeps a d x m matrix. Not used by the local rule.", ge=1, le=LARGEST_M)
+    feature_map: str | None = setting(
         None, "Map applied to queries and keys; by default the rule's best in the paper.", FEATURE_MAPS
     )
-    normalize: str | None = _setting(
+    normalize: str | None = setting(
         None, "Normalisation of outputs and/or features; by default the rule's best in the paper.", NORMALIZERS
     )
-    gate_init: str = _setting(
+    gate_init: str = setting(
         "uniform",
         "Start of the forget gates: uniform (the paper's) or log (memory lengths spread logarithmically "
         "from one token to train_length).",
         GATE_INITS,
     )
-    projection_init: str = _setting(
+    projection_init: str = setting(
         "attention",
         "Start of queries and keys: the attention's own, or their best approximation of the state's width; or random.",
         ("attention", "random"),
     )
-    window: int | None = _setting(
+    window: int | None = setting(
         None,
         "Width of an exact softmax window joined to the state, 0 for none "
         f"(for the local rule: its window, {DEFAULT_LOCAL_WINDOW} by default).",
+        ge=0,
     )
-    output_norm: bool = _setting(False, "RMS norm on each head's output.")
-    rotary: str = _setting("keep", "Rotary positions on queries and keys, where the model has them.", ("keep", "drop"))
-    state_heads: str = _setting(
+    output_norm: bool = setting(False, "RMS norm on each head's output.")
+    rotary: str = setting("keep", "Rotary positions on queries and keys, where the model has them.", ("keep", "drop"))
+    state_heads: str = setting(
         "query", "One state per query head, or one per key-value head shared by its group.", ("query", "kv")
     )
-    layers: tuple[int, ...] | None = _setting(
+    layers: tuple[int, ...] | None = setting(
         None, "Layers to convert (numbers from 0); the others stay attention. By default all of them."
     )
-    train_length: int = _setting(1024, "Text length, in tokens, that log gates are spread over.")
-    positions: str = _setting(
+    train_length: int = setting(1024, "Text length, in tokens, that log gates are spread over.", ge=1)
+    positions: str = setting(
         "error",
         "What to do past the end of a learned position table (GPT-2, OPT): error, or clamp "
         "(every later token gets the last position).",
         ("error", "clamp"),
     )
-    seed: int = _setting(0, "Seed of the new parameters.")
+    seed: int = setting(0, "Seed of the new parameters.", ge=0, le=LARGEST_SEED)
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            value, choices = getattr(self, f.name), f.metadata["choices"]
-            best_of_rule = value is None and f.name in ("feature_map", "normalize")
-            if choices and value not in choices and not best_of_rule:
-                raise ConfigError(f"{f.name}={value!r} is not known; choose one of {', '.join(choices)}")
+        if isinstance(self.layers, list):
+            object.__setattr__(self, "layers", tuple(self.layers))
+        check_settings(self, ConfigError)
         self._resolve_defaults()
-        self._check_numbers()
+        self._check_layers()
         self._check_combination()
 
     def _resolve_defaults(self) -> None:
-        resolved: dict[str, Any] = {}
-        if self.feature_map is None:
-            resolved["feature_map"] = _BEST_MAP.get(self.rule, "none")
-        if self.normalize is None:
-            resolved["normalize"] = _BEST_NORMALIZER.get(self.rule, "none")
-        if self.window is None:
-            resolved["window"] = DEFAULT_LOCAL_WINDOW if self.rule == LOCAL else 0
-        if isinstance(self.layers, list):
-            resolved["layers"] = tuple(self.layers)
-        for name, value in resolved.items():
-            object.__setattr__(self, name, value)
+        defaults = {
+            "feature_map": _BEST_MAP.get(self.rule, "none"),
+            "normalize": _BEST_NORMALIZER.get(self.rule, "none"),
+            "window": DEFAULT_LOCAL_WINDOW if self.rule == LOCAL else 0,
+        }
+        for name, default in defaults.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
 
-    def _check_numbers(self) -> None:
-        smallest_window = 1 if self.rule == LOCAL else 0
-        for name, value, smallest in (
-            ("m", self.m, 1),
-            ("window", self.window, smallest_window),
-            ("train_length", self.train_length, 1),
-            ("seed", self.seed, 0),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
-                raise ConfigError(f"{name} must be a whole number of at least {smallest}, found {value!r}")
-        for name, value, largest in (("m", self.m, LARGEST_M), ("seed", self.seed, LARGEST_SEED)):
-            if value > largest:
-                raise ConfigError(f"{name} must be at most {largest:,}, found {value:,}")
-        if not isinstance(self.output_norm, bool):
-            raise ConfigError(f"output_norm must be true or false, found {self.output_norm!r}")
+    def _check_layers(self) -> None:
+        if self.rule == LOCAL and self.window == 0:
+            raise ConfigError(Argument("window"), " must be at least 1 for the local rule, found 0")
         if self.layers is None:
             return
-        if not isinstance(self.layers, tuple) or any(
-            isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in self.layers
-        ):
-            raise ConfigError(f"layers must be layer numbers from 0 up, found {self.layers!r}")
+        if any(layer < 0 for layer in self.layers):
+            raise ConfigError(Argument("layers"), f" must be layer numbers from 0 up, found {self.layers!r}")
         if not self.layers or len(set(self.layers)) != len(self.layers):
-            raise ConfigError(f"layers must name at least one layer and each only once, found {self.layers!r}")
+            found = f"found {self.layers!r}"
+            raise ConfigError(Argument("layers"), f" must name at least one layer and each only once, {found}")
 
     def _check_combination(self) -> None:
         for undefined, reason in (
@@ -161,10 +141,9 @@ class FastWeightsConfig:
             ),
         ):
             if undefined:
-                raise ConfigError(
-                    f"rule={self.rule!r}, m={self.m}, feature_map={self.feature_map!r}, "
-                    f"normalize={self.normalize!r}, gate_init={self.gate_init!r} is not defined: {reason}"
-                )
+                names = ("rule", "m", "feature_map", "normalize", "gate_init")
+                parts = [part for name in names for part in (", ", Argument(name), f"={getattr(self, name)!r}")]
+                raise ConfigError(*parts[1:], f" is not defined: {reason}")
 
     @property
     def normalizes_attention(self) -> bool:
@@ -182,11 +161,8 @@ class FastWeightsConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> FastWeightsConfig:
-        unknown = sorted(set(values) - {f.name for f in fields(cls)})
-        if unknown:
-            raise ConfigError(
-                f"unknown setting {', '.join(unknown)}; known are {', '.join(f.name for f in fields(cls))}"
-            )
+        """The config with these settings; ConfigError names a setting that is unknown or wrong."""
+        check_names(cls, sorted(values), ConfigError)
         return cls(**values)
 
     def to_json(self) -> str:
@@ -199,9 +175,7 @@ class FastWeightsConfig:
     @classmethod
     def help(cls, name: str) -> str:
         """The description of a setting, with its choices."""
-        metadata = next(f for f in fields(cls) if f.name == name).metadata
-        choices = f" [{'|'.join(metadata['choices'])}]" if metadata["choices"] else ""
-        return metadata["help"] + choices
+        return setting_help(cls, name)
 
     @classmethod
     def type_of(cls, name: str) -> Any:

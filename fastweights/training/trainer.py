@@ -56,6 +56,7 @@ from fastweights.training.teacher import load_teacher
 from fastweights.utils.errors import Argument, Call, CheckpointError, Stopped, error_context
 from fastweights.utils.files import absolute, write_json
 from fastweights.utils.progress import Display
+from fastweights.utils.settings import check_settings, setting
 
 __all__ = ["Diverged", "Interrupted", "TrainConfig", "Trainer", "TrainingError", "resume", "train"]
 
@@ -88,12 +89,10 @@ class TrainConfig:
         recipe: How it is trained.
         teacher: Hub id or folder of the teacher; by default the model that `model` was converted from.
         validation: The text to validate on; None for no validation.
-        text_field: Field that holds the text in JSON lines, parquet files and data sets.
-        limit: Tokens to use of each text, at most.
-        device: "cpu" or "cuda"; by default a GPU where there is one.
-        shard: Shard the model over the processes (FSDP) instead of replicating it (DDP).
-        report_to: A tracker that accelerate knows, such as "tensorboard".
-        memory_share: Share of the GPU's memory that this run may use.
+        text_field, limit, device, shard, report_to, memory_share: As their descriptions below.
+
+    Raises:
+        TrainingError: A value is of the wrong type or out of range.
     """
 
     model: str
@@ -101,12 +100,15 @@ class TrainConfig:
     recipe: Recipe
     teacher: str | None = None
     validation: str | None = None
-    text_field: str = "text"
-    limit: int | None = None
-    device: str | None = None
-    shard: bool = False
-    report_to: str | None = None
-    memory_share: float = 1.0
+    text_field: str = setting("text", "Field that holds the text in JSON lines, parquet files and data sets.")
+    limit: int | None = setting(None, "Tokens to use of each text, at most.", ge=1)
+    device: str | None = setting(None, '"cpu" or "cuda"; by default a GPU where there is one.')
+    shard: bool = setting(False, "Shard the model over the processes (FSDP) instead of replicating it (DDP).")
+    report_to: str | None = setting(None, 'A tracker that accelerate knows, such as "tensorboard".')
+    memory_share: float = setting(1.0, "Share of the GPU's memory that this run may use.", gt=0, le=1)
+
+    def __post_init__(self) -> None:
+        check_settings(self, TrainingError)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"recipe": self.recipe.to_dict()}

@@ -28,13 +28,13 @@ from fastweights.utils.errors import CheckpointError
 UNDEFINED: dict[str, tuple[dict[str, Any], list[Any], str]] = {
     "unknown rule": (dict(rule="lstm"), ["--rule", "lstm"], "rule='lstm' is not known; choose one of decay"),
     "unknown map": (dict(feature_map="x"), ["--feature-map", "x"], "feature_map='x' is not known; choose one of none"),
-    "m of zero": (dict(m=0), ["--m", 0], "m must be a whole number of at least 1, found 0"),
-    "negative m": (dict(m=-4), ["--m", -4], "m must be a whole number of at least 1, found -4"),
-    "negative window": (dict(window=-1), ["--window", -1], "window must be a whole number of at least 0, found -1"),
+    "m of zero": (dict(m=0), ["--m", 0], "m must be between 1 and 65,536, found 0"),
+    "negative m": (dict(m=-4), ["--m", -4], "m must be between 1 and 65,536, found -4"),
+    "negative window": (dict(window=-1), ["--window", -1], "window must be at least 0, found -1"),
     "local without a window": (
         dict(rule="local", window=0),
         ["--rule", "local", "--window", 0],
-        "window must be a whole number of at least 1, found 0",
+        "window must be at least 1 for the local rule, found 0",
     ),
     "decay with a normaliser": (
         dict(feature_map="relu", normalize="sum"),
@@ -441,7 +441,7 @@ def test_settings_that_would_be_ignored_are_refused() -> None:
         (dict(rule="local", output_norm=True), "takes no output_norm"),
         (dict(rule="local", projection_init="random"), "has no projection_init"),
         (dict(rule="local", rotary="drop"), "keeps rotary"),
-        (dict(layers=5), "layers must be layer numbers"),
+        (dict(layers=5), "layers must be whole numbers"),
     ):
         with pytest.raises(ConfigError, match=reason):
             FastWeightsConfig(**settings)

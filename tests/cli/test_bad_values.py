@@ -47,8 +47,8 @@ def text(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--m", 10**9], "--m must be at most 65,536, found 1,000,000,000"),
-        (["--seed", 2**31 + 1], "--seed must be at most 2,147,483,648, found 2,147,483,649"),
+        (["--m", 10**9], "--m must be between 1 and 65,536, found 1000000000"),
+        (["--seed", 2**31 + 1], "--seed must be between 0 and 2,147,483,648, found 2147483649"),
         (["--layers", "99999999999-99999999999999"], "--layers must be numbers and ranges from low to high"),
     ],
 )

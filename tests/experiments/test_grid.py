@@ -30,7 +30,7 @@ BAD = {
     BASE + "  a: {seed: 1}": "grid.yaml: run a: seed: give `seeds: [0, 1]` to a run",
     BASE + "  a: 3": "grid.yaml: run a: it must hold settings, `name: value`, found 3",
     BASE + "  a: {rule: hebb}": "grid.yaml: run a: rule='hebb' is not known; choose one of decay, gated",
-    BASE + "  a: {m: 0}": "grid.yaml: run a: m must be a whole number of at least 1, found 0",
+    BASE + "  a: {m: 0}": "grid.yaml: run a: m must be between 1 and 65,536, found 0",
     BASE + "  a: {rule: decay, normalize: sum}": "run a: rule='decay', m=32, feature_map='none', normalize='sum'",
     BASE + "  a: {rule: add}\n  a: {rule: delta}": "grid.yaml, line 4: a is given for the second time",
     BASE + "  a: {rule: add, seeds: [0, 1]}\n  a_seed1: {rule: add}": "run a_seed1: two runs have this name",

@@ -266,6 +266,20 @@ def test_resume_takes_another_memory_share(files: Files, tmp_path: Path) -> None
     assert shares == [1.0, 0.25]
 
 
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        (dict(memory_share=0), "memory_share must be above 0 and at most 1, found 0"),
+        (dict(limit=0), "limit must be at least 1, found 0"),
+        (dict(limit="many"), "limit must be a whole number or empty, found 'many'"),
+        (dict(shard="yes"), "shard must be true or false, found 'yes'"),
+    ],
+)
+def test_invalid_train_config_names_field_and_value(files: Files, settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(TrainingError, match=named):
+        make_train_config(files, **settings)
+
+
 def test_losses_get_the_memory_share(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(trainee: Any, *_: Any) -> Any:
         assert trainee.text.memory_share == trainee.aim.memory_share == 0.25

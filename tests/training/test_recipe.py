@@ -110,7 +110,7 @@ def test_invalid_recipe_names_file_field_and_value(tmp_path: Path, text: str, sa
 
 def test_unknown_recipe_lists_the_shipped_ones() -> None:
     for name in ("nothing", "nothing.yaml"):
-        with pytest.raises(RecipeError, match=rf"--recipe {name}: no such recipe; shipped are {', '.join(SHIPPED)}"):
+        with pytest.raises(RecipeError, match=rf"recipe {name}: no such recipe; shipped are {', '.join(SHIPPED)}"):
             load_recipe(name)
 
 
@@ -133,9 +133,9 @@ def test_changes_replace_settings_of_recipe_and_stages() -> None:
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
-        ("seed", "--set takes NAME=VALUE, such as seed=1 or distill.tokens=100000, found 'seed'"),
-        ("=3", "--set takes NAME=VALUE"),
-        ("seed=[", "--set seed=[: '[' is no value"),
+        ("seed", "changes takes NAME=VALUE, such as seed=1 or distill.tokens=100000, found 'seed'"),
+        ("=3", "changes takes NAME=VALUE"),
+        ("seed=[", "changes seed=[: '[' is no value"),
         ("sead=3", "unknown setting sead"),
         ("distill.token=3", "unknown setting distill.token; known are loss, tokens"),
         ("finetune.tokens=3", "finetune.tokens=3: the recipe has no stage finetune; its stages are transfer, distill"),

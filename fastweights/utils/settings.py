@@ -1,0 +1,103 @@
+"""Settings: fields of a dataclass with a description, choices and limits. pydantic checks their types and values."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import field, fields
+from types import NoneType
+from typing import Annotated, Any, Literal, Union, get_args, get_type_hints
+
+from fastweights.utils.errors import Argument, FastWeightsError
+
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+
+
+def setting(default: Any, help: str, choices: tuple[str, ...] = (), **limits: float) -> Any:
+    """A field of a dataclass that `check_settings` checks.
+
+    Args:
+        default: Its default value.
+        help: Its description, which the command line shows too.
+        choices: The strings that it may be; empty for no restriction.
+        limits: Of a number, as pydantic names them: ge (at least), gt (above), le (at most), lt (below).
+    """
+    return field(default=default, metadata={"help": help, "choices": choices, "limits": limits})
+
+
+def setting_help(cls: Any, name: str) -> str:
+    """The description of a setting, with its choices."""
+    metadata = _metadata(cls, name)
+    return metadata["help"] + (f" [{'|'.join(metadata['choices'])}]" if metadata["choices"] else "")
+
+
+def check_settings(settings: Any, error: type[FastWeightsError]) -> None:
+    """Check that every setting is of its type, one of its choices and within its limits.
+
+    A whole number may stand for a float. No value is converted.
+
+    Raises:
+        FastWeightsError: Of the class `error`. It names the setting, its value and what it must be.
+    """
+    from pydantic import ValidationError
+
+    cls: Any = type(settings)
+    for f in fields(settings):
+        if "limits" not in f.metadata:
+            continue
+        value = getattr(settings, f.name)
+        try:
+            _adapter(cls, f.name).validate_python(value)
+        except ValidationError as failure:
+            out_of_range = bool(failure.errors()[0].get("ctx"))
+            raise error(Argument(f.name), _reason(cls, f.name, value, out_of_range)) from failure
+
+
+def check_names(cls: Any, names: Iterable[str], error: type[FastWeightsError], prefix: str = "") -> None:
+    """Refuse names that are no settings of the dataclass `cls`; messages put `prefix` before a name."""
+    known = [f.name for f in fields(cls)]
+    unknown = [f"{prefix}{name}" for name in names if name not in known]
+    if unknown:
+        raise error(f"unknown setting {', '.join(unknown)}; known are {', '.join(known)}")
+
+
+def _metadata(cls: Any, name: str) -> Any:
+    return next(f for f in fields(cls) if f.name == name).metadata
+
+
+@functools.cache
+def _adapter(cls: Any, name: str) -> Any:
+    """What validates a setting. pydantic is imported here, because it takes longer than the rest of this package."""
+    from pydantic import ConfigDict, Field, TypeAdapter
+
+    kind, optional = _type_of(cls, name)
+    metadata = _metadata(cls, name)
+    if metadata["choices"]:
+        kind = Literal[metadata["choices"]]
+    if metadata["limits"]:
+        kind = Annotated[kind, Field(**metadata["limits"])]
+    return TypeAdapter(Union[kind, None] if optional else kind, config=ConfigDict(strict=True))  # noqa: UP007
+
+
+def _type_of(cls: Any, name: str) -> tuple[Any, bool]:
+    """The type of a setting without None, and whether it may be None."""
+    kind = get_type_hints(cls)[name]
+    if NoneType not in get_args(kind):
+        return kind, False
+    (kind,) = (part for part in get_args(kind) if part is not NoneType)
+    return kind, True
+
+
+def _reason(cls: Any, name: str, value: Any, out_of_range: bool) -> str:
+    (kind, optional), metadata = _type_of(cls, name), _metadata(cls, name)
+    if metadata["choices"]:
+        return f"={value!r} is not known; choose one of {', '.join(metadata['choices'])}"
+    expected = _KINDS.get(kind, "whole numbers") + (" or empty" if optional else "")
+    return f" must be {_limits(**metadata['limits']) if out_of_range else expected}, found {value!r}"
+
+
+def _limits(ge: float | None = None, gt: float | None = None, le: float | None = None, lt: float | None = None) -> str:
+    if ge is not None and le is not None:
+        return f"between {ge:,} and {le:,}"
+    limits = (("at least", ge), ("above", gt), ("at most", le), ("below", lt))
+    return " and ".join(f"{words} {limit:,}" for words, limit in limits if limit is not None)
