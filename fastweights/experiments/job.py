@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import fcntl
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -26,12 +26,12 @@ from fastweights.evaluation.perplexity import EvaluationError, perplexity
 from fastweights.experiments.grid import GridError, Variant
 from fastweights.loading import load, load_tokenizer, save
 from fastweights.modeling.modes import autocast
+from fastweights.results import PerplexityRow, TrainingResult
 from fastweights.training import checkpoint as saved
 from fastweights.training.recipe import Recipe
 from fastweights.training.trainer import VALIDATION_BATCH_TOKENS, TrainConfig
 from fastweights.utils.errors import Argument, CheckpointError
 from fastweights.utils.files import write_json
-from fastweights.utils.provenance import write_result
 
 MOST_CHANGES = 4
 
@@ -187,13 +187,13 @@ class Job:
         """Measure the best model on the tests and write the result, unless another process did so."""
         if self.result.is_file():
             return
-        result = saved.read_json(self.training / saved.RESULT)
-        own = {"name": self.name, "run": self.name, "cell": self.variant.cell}
-        write_result(self.result, result | own | {"tests": self._measure(result["diverged"] is not None)})
+        result = TrainingResult.read(self.training / saved.RESULT)
+        tests = self._measure(result.diverged is not None)
+        replace(result, name=self.name, run=self.name, cell=self.variant.cell, tests=tests).write(self.result)
         if not self.setup.keep:
             self._remove_models()
 
-    def _measure(self, diverged: bool) -> list[dict[str, Any]]:
+    def _measure(self, diverged: bool) -> list[PerplexityRow]:
         """The best model's perplexity of every test. A run that diverged may have no model, or no finite losses."""
         best = saved.linked(self.training, saved.BEST) or saved.linked(self.training, saved.LAST)
         if best is None or not self.setup.tests:
@@ -207,7 +207,7 @@ class Job:
             for name, source in self.setup.tests.items():
                 with autocast(model.device, self.variant.recipe.precision):
                     measured = perplexity(model, tokenizer, read_text(source), progress=False, **windows)
-                found.append(measured.row(name).to_dict())
+                found.append(measured.row(name))
         except EvaluationError:
             if not diverged:
                 raise

@@ -14,6 +14,7 @@ from fastweights.utils.files import write_json
 
 
 def provenance() -> dict[str, Any]:
+    """The date, the commit of the source, versions of libraries and the hardware, as a result file has them."""
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "commit": _commit(),
@@ -26,7 +27,12 @@ def provenance() -> dict[str, Any]:
 
 
 def write_result(path: str | os.PathLike, result: dict[str, Any]) -> None:
-    """Write a result with its provenance."""
+    """Write a result with its provenance as a JSON file.
+
+    Args:
+        path: The file.
+        result: What was measured. Provenance that it already has is retained.
+    """
     write_json(path, provenance() | result)
 
 

@@ -238,7 +238,7 @@ MUTATIONS = [
         "evaluation/",
         r"block\[2 \* pair : 2 \* pair \+ 1\]",
         "block[2 * pair + 1 : 2 * pair + 2]",
-        (PERPLEXITY,),
+        ("evaluation/test_recall.py",),
     ),
     Mutation(
         "layers are ranked worst first",
