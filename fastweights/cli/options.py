@@ -6,7 +6,8 @@ import functools
 import inspect
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
@@ -36,9 +37,7 @@ def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(*args, **kwargs)
         except FastWeightsError as error:
-            named = isinstance(error, ConfigError | RecipeError)
-            message = error.message(functools.partial(flag_of, command=command))
-            _fail(_with_flags(message) if named else message, 2, error)
+            _fail(error.message(functools.partial(flag_of, command=command)), 2, error)
         except ValueError as error:
             _fail(str(error), 2, error)
         except OSError as error:
@@ -81,13 +80,15 @@ def _fail(message: str, exit_code: int, error: Exception) -> None:
     raise typer.Exit(exit_code) from error
 
 
-def _with_flags(message: str) -> str:
-    """The settings that a configuration error speaks of (`name=...`, `name must ...`) as they are typed here; in a file
-    and in --set they are typed otherwise."""
-    if re.match(r"--set |\S.*\.ya?ml[: ]", message):
-        return message
-    names = "|".join(["lengths", *(f.name for kind in (FastWeightsConfig, Recipe) for f in fields(kind))])
-    return re.sub(rf"(?<![\w.-])({names})(?==| must\b)", lambda found: "--" + found[1].replace("_", "-"), message)
+@contextmanager
+def given_by_set(changes: Iterable[str]) -> Iterator[None]:
+    """Errors about these settings name --set, by which they were given, and not the settings' own flags."""
+    names = set(changes)
+    try:
+        yield
+    except RecipeError as error:
+        parts = (f"--set {part}" if isinstance(part, Argument) and part in names else part for part in error.parts)
+        raise RecipeError(*parts) from error
 
 
 def takes_settings(command: Callable[..., None]) -> Callable[..., None]:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from fastweights.cli.options import UsageError, given_options, reports_errors, stage_help, takes_changes
+from fastweights.cli.options import UsageError, given_by_set, given_options, reports_errors, stage_help, takes_changes
 from fastweights.results import TrainingResult
 
 PARENT_POLL_SECONDS = 0.5
@@ -68,7 +68,9 @@ def train(
         if model is None or data is None or output is None:
             missing = [n for n, v in (("DIR", model), ("--data", data), ("--output", output)) if v is None]
             raise UsageError(f"{', '.join(missing)} missing: fastweights train DIR --data TEXT -o FOLDER")
-        made = changed(load_recipe(recipe), changes | parse_changes(change))
+        loaded, set_changes = load_recipe(recipe), parse_changes(change)
+        with given_by_set(set_changes):
+            made = changed(loaded, changes | set_changes)
         config = TrainConfig(
             model=model,
             data=data,

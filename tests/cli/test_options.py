@@ -46,14 +46,15 @@ def test_settings_of_a_file_keep_their_names() -> None:
     assert plain.value.message(flag_of) == "a: batch_tokens is odd"
 
 
-@pytest.mark.parametrize("given", ["flag", "file"])
+@pytest.mark.parametrize("given", ["flag", "set", "file"])
 def test_recipe_setting_is_named_as_it_was_given(tmp_path: Path, given: str) -> None:
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(yaml.safe_dump({"batch_tokens": 1} if given == "file" else {}))
-    flags = ["--batch-tokens", 1] if given == "flag" else []
+    flags = {"flag": ["--batch-tokens", 1], "set": ["--set", "batch_tokens=1"], "file": []}[given]
     command = ("train", tmp_path, "--data", "x", "-o", tmp_path / "out", "--recipe", recipe, *flags)
     message = error_of(*command)
-    assert ("--batch-tokens" in message) == (given == "flag") and "batch" in message, message
+    named = {"flag": "--batch-tokens ", "set": "--set batch_tokens ", "file": f"{recipe}: batch_tokens "}[given]
+    assert message.startswith(named), message
 
 
 def test_damaged_config_is_not_blamed_on_a_flag(tmp_path: Path) -> None:
