@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastweights.modeling.families import UnknownFamilyError, family_of
-from fastweights.utils.errors import Argument, FastWeightsError
+from fastweights.utils.errors import Call, FastWeightsError
 
 
 class PositionError(FastWeightsError):
@@ -42,9 +42,9 @@ def check_length(model: Any, length: int) -> None:
     if limit is not None and length > limit:
         raise PositionError(
             f"{model.family.name} has learned positions for {limit} tokens and this sequence may reach {length}. The "
-            "state has no end, but the position table does: ask for fewer tokens, or set ",
-            Argument("positions"),
-            "='clamp' in model.config.fastweights to give every later token the last position",
+            "state has no end, but the position table does: ask for fewer tokens, or ",
+            Call("set model.config.fastweights['positions'] = 'clamp'", "convert the model with --positions clamp"),
+            " to give every later token the last position",
         )
 
 
