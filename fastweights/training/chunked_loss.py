@@ -1,5 +1,5 @@
-"""The losses on a model's next-token logits [N,V], taken a few thousand tokens at a time with their gradient, so that
-a large vocabulary's logits are never there as a whole.
+"""Losses on next-token logits [N,V], computed with their gradient in chunks of a few thousand tokens, so that the
+logits of a large vocabulary are never in memory as a whole.
 
 Shapes: hidden [N,D]   weight [V,D]   bias [V]   labels [N]
 """
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from fastweights.data.batches import IGNORED
 
-# Numbers in a chunk's logits, at most, and the bytes that a loss needs for each: up to 13 float32 copies.
+# Elements of a chunk's logits, at most, and the bytes that a loss needs for each: up to 13 float32 copies.
 LOGITS_AT_ONCE, LOGITS_ON_GPU, BYTES_A_LOGIT = 2**24, 2**27, 52
 # Share of a GPU's memory that a chunk may take.
 CHUNK_SHARE = 1 / 8
@@ -35,7 +35,7 @@ class Head:
 
 @contextmanager
 def without_head(model: Any) -> Iterator[list[Tensor]]:
-    """The model answers with no logits; what its output layer was given is collected instead."""
+    """In the block the model computes no logits; the inputs of its output layer are collected instead."""
     layer, seen = model.get_output_embeddings(), []
 
     def collect(hidden: Tensor) -> Tensor:
@@ -56,30 +56,47 @@ def head_of(model: Any) -> Head:
 
 @dataclass(frozen=True)
 class LossConfig:
-    """What is minimised, summed over the tokens that have a label: the divergence from a teacher's distribution (where
-    there is a teacher), both taken at a temperature, and the cross-entropy times its weight. With `top_k` it is the
-    divergence of the teacher's k likeliest tokens and of all the others as one."""
+    """What is minimised, summed over the tokens that have a label.
+
+    It is the KL divergence from the teacher's distribution, where there is a teacher, plus the weighted cross-entropy.
+
+    Attributes:
+        cross_entropy: Weight of the cross-entropy.
+        temperature: Temperature of both distributions in the divergence.
+        top_k: The divergence is of the teacher's k likeliest tokens and of all others as one; 0 for every token.
+        compiled: Compile the computation of a chunk on a GPU.
+        memory_share: Share of the GPU's memory that this run may use.
+    """
 
     cross_entropy: float = 1.0
     temperature: float = 1.0
     top_k: int = 0
     compiled: bool = False
-    memory_share: float = 1.0  # of a GPU's, where other runs have the rest
+    memory_share: float = 1.0
 
 
 def head_loss(
     head: Head,
     hidden: Tensor,
     labels: Tensor,
-    aim: LossConfig,
+    config: LossConfig,
     teacher: Head | None = None,
-    taught: Tensor | None = None,
+    teacher_hidden: Tensor | None = None,
 ) -> Tensor:
-    """`labels` are the next tokens; `taught` is the teacher's `hidden`."""
+    """The loss of an output layer, as `config` defines it.
+
+    Args:
+        head: The student's output layer.
+        hidden: Its inputs, [N,D].
+        labels: The next tokens [N]; IGNORED where there is none.
+        config: What is minimised.
+        teacher: The teacher's output layer; None for no divergence.
+        teacher_hidden: Its inputs, [N,D of the teacher].
+    """
     own: tuple[Tensor | None, ...] = (hidden, head.weight, head.bias)
-    if not torch.is_grad_enabled():  # inside a function it always is not
+    if not torch.is_grad_enabled():  # inside an autograd function it never is
         own = tuple(None if x is None else x.detach() for x in own)
-    return _HeadLoss.apply(*own, labels, head.softcap, aim, teacher, taught)
+    return _HeadLoss.apply(*own, labels, head.softcap, config, teacher, teacher_hidden)
 
 
 def logits_at_once(device: torch.device, memory_share: float = 1.0) -> int:
@@ -98,35 +115,35 @@ class _HeadLoss(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         softcap: float | None,
-        aim: LossConfig,
+        config: LossConfig,
         teacher: Head | None,
-        taught: Tensor | None,
+        teacher_hidden: Tensor | None,
     ) -> Tensor:
-        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], bias is not None and ctx.needs_input_grad[2]]
-        d_hidden = torch.empty_like(hidden) if wanted[0] else None
+        needed = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], bias is not None and ctx.needs_input_grad[2]]
+        d_hidden = torch.empty_like(hidden) if needed[0] else None
         # sums over chunks
         wide = torch.promote_types(weight.dtype, torch.float32)
-        d_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
-        d_bias = None if bias is None or not wanted[2] else torch.zeros_like(bias, dtype=wide)
+        d_weight = torch.zeros_like(weight, dtype=wide) if needed[1] else None
+        d_bias = None if bias is None or not needed[2] else torch.zeros_like(bias, dtype=wide)
         losses = []
-        chunks = -(-len(hidden) * len(weight) // logits_at_once(hidden.device, aim.memory_share))
+        chunks = -(-len(hidden) * len(weight) // logits_at_once(hidden.device, config.memory_share))
         tokens = -(-len(hidden) // chunks)
-        of_chunk = _compiled_chunk() if aim.compiled and hidden.is_cuda else _chunk
+        of_chunk = _compiled_chunk() if config.compiled and hidden.is_cuda else _chunk
         for start in range(0, len(hidden), tokens):
             at = slice(start, start + tokens)
             x = hidden[at]
             logits = F.linear(x, weight, bias)
-            answer = None
-            if teacher is not None and taught is not None:
-                answer = F.linear(taught[at], teacher.weight, teacher.bias)
-            numbers = (
+            teacher_logits = None
+            if teacher is not None and teacher_hidden is not None:
+                teacher_logits = F.linear(teacher_hidden[at], teacher.weight, teacher.bias)
+            scalars = (
                 softcap,
                 None if teacher is None else teacher.softcap,
-                aim.cross_entropy,
-                aim.temperature,
-                aim.top_k,
+                config.cross_entropy,
+                config.temperature,
+                config.top_k,
             )
-            loss, gradient = of_chunk(logits, answer, labels[at], *numbers, any(wanted))
+            loss, gradient = of_chunk(logits, teacher_logits, labels[at], *scalars, any(needed))
             losses.append(loss)
             if gradient is None:
                 continue
@@ -141,13 +158,13 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
-        found = [None if d is None else d * upstream[0].to(d.dtype) for d in ctx.saved_tensors]
-        return *found, None, None, None, None, None
+        gradients = [None if d is None else d * upstream[0].to(d.dtype) for d in ctx.saved_tensors]
+        return *gradients, None, None, None, None, None
 
 
 def _chunk(
     logits: Tensor,
-    answer: Tensor | None,
+    teacher_logits: Tensor | None,
     labels: Tensor,
     softcap: float | None,
     teacher_softcap: float | None,
@@ -160,19 +177,19 @@ def _chunk(
     wide = torch.promote_types(logits.dtype, torch.float32)
     capped = _capped(logits.to(wide), softcap)
     counted = labels != IGNORED
-    chances = (capped / temperature).log_softmax(-1)
-    loss, gradient = torch.zeros_like(chances[:, 0]), torch.zeros_like(chances)
-    if answer is not None:
-        taught = (_capped(answer.to(wide), teacher_softcap) / temperature).log_softmax(-1)
-        found, share = chances.exp(), taught.exp()
-        divergence, difference = (share * (taught - chances)).sum(-1), found - share
+    log_student = (capped / temperature).log_softmax(-1)
+    loss, gradient = torch.zeros_like(log_student[:, 0]), torch.zeros_like(log_student)
+    if teacher_logits is not None:
+        log_teacher = (_capped(teacher_logits.to(wide), teacher_softcap) / temperature).log_softmax(-1)
+        student, teacher = log_student.exp(), log_teacher.exp()
+        divergence, difference = (teacher * (log_teacher - log_student)).sum(-1), student - teacher
         if top_k:
-            divergence, difference = _divergence_of_few(found, share, top_k)
+            divergence, difference = _top_k_divergence(student, teacher, top_k)
         # scaled as if the temperature were 1
         loss = loss + temperature**2 * divergence
         gradient = gradient + temperature * difference
     if cross_entropy:
-        own = chances if temperature == 1 else capped.log_softmax(-1)
+        own = log_student if temperature == 1 else capped.log_softmax(-1)
         label = labels.clamp(min=0)[:, None]
         loss = loss - cross_entropy * own.gather(1, label)[:, 0]
         hit = torch.arange(own.shape[1], device=own.device) == label
@@ -185,14 +202,14 @@ def _chunk(
     return total, torch.where(counted[:, None], gradient, 0.0).to(logits.dtype)
 
 
-def _divergence_of_few(found: Tensor, wanted: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Of distributions [N,V]; its gradient is by the logits of `found`."""
-    few = torch.zeros_like(wanted, dtype=torch.bool).scatter_(1, wanted.topk(top_k, 1).indices, True)
-    tiny = torch.finfo(found.dtype).tiny
-    rests = [torch.where(few, 0.0, x).sum(-1, keepdim=True).clamp(min=tiny) for x in (found, wanted)]
-    terms = torch.where(few, wanted * (wanted.clamp(min=tiny) / found.clamp(min=tiny)).log(), 0.0).sum(-1)
+def _top_k_divergence(student: Tensor, teacher: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """The divergence of distributions [N,V], and its gradient by the student's logits."""
+    top = torch.zeros_like(teacher, dtype=torch.bool).scatter_(1, teacher.topk(top_k, 1).indices, True)
+    tiny = torch.finfo(student.dtype).tiny
+    rests = [torch.where(top, 0.0, x).sum(-1, keepdim=True).clamp(min=tiny) for x in (student, teacher)]
+    terms = torch.where(top, teacher * (teacher.clamp(min=tiny) / student.clamp(min=tiny)).log(), 0.0).sum(-1)
     divergence = terms + (rests[1] * (rests[1] / rests[0]).log())[:, 0]
-    return divergence, torch.where(few, found - wanted, found * (1 - rests[1] / rests[0]))
+    return divergence, torch.where(top, student - teacher, student * (1 - rests[1] / rests[0]))
 
 
 def _capped(logits: Tensor, softcap: float | None) -> Tensor:

@@ -28,7 +28,7 @@ Batch = dict[str, Tensor]
 
 
 class CapturedAttention(NamedTuple):
-    """One call of a teacher's attention: what went in, and what came out."""
+    """One call of a teacher's attention: its inputs and its output, [B,T,D]."""
 
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
@@ -45,7 +45,10 @@ def converted_layers(model: Any) -> dict[int, FastWeightsAttention]:
 
 
 def run_model(model: Any, batch: Batch, **options: Any) -> Any:
-    """Documents are kept apart. Without a border in the batch no positions are given: attention then needs no mask."""
+    """Run a model with the documents of each row separated.
+
+    Where every row is one document, no positions are passed: attention then needs no mask.
+    """
     inputs: dict[str, Any] = {"input_ids": batch["input_ids"], "use_cache": False, **options}
     if bool(document_starts(batch["position_ids"]).any()):
         inputs["position_ids"] = batch["position_ids"]
@@ -55,7 +58,7 @@ def run_model(model: Any, batch: Batch, **options: Any) -> Any:
 
 
 def hidden_of(model: Any, batch: Batch) -> Tensor:
-    """What the output layer is given, [B*T,D]."""
+    """The inputs of the output layer, [B*T,D]."""
     with without_head(model) as seen:
         run_model(model, batch)
     return seen[0].flatten(0, 1)
@@ -66,13 +69,13 @@ def next_tokens(batch: Batch) -> Tensor:
     return F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED).flatten()
 
 
-def next_token_loss(model: Any, batch: Batch, aim: LossConfig | None = None) -> Tensor:
+def next_token_loss(model: Any, batch: Batch, config: LossConfig | None = None) -> Tensor:
     """Sum of the cross-entropy over the tokens that have a label."""
-    return head_loss(head_of(model), hidden_of(model, batch), next_tokens(batch), aim or LossConfig())
+    return head_loss(head_of(model), hidden_of(model, batch), next_tokens(batch), config or LossConfig())
 
 
 class StageLoss(nn.Module):
-    """A student with the loss of one stage. The teacher is no part of it: it is neither trained, sharded nor saved."""
+    """A student with the loss of one stage. The teacher is no submodule: it is neither trained, sharded nor saved."""
 
     def __init__(
         self,
@@ -85,9 +88,9 @@ class StageLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.student, self.stage, self.recompute = student, stage, recompute
-        self.text = LossConfig(compiled=compiled, memory_share=memory_share)
-        self.aim = replace(
-            self.text, cross_entropy=stage.cross_entropy, temperature=stage.temperature, top_k=stage.top_k
+        self.text_config = LossConfig(compiled=compiled, memory_share=memory_share)
+        self.stage_config = replace(
+            self.text_config, cross_entropy=stage.cross_entropy, temperature=stage.temperature, top_k=stage.top_k
         )
         self._teacher = [teacher]
 
@@ -96,69 +99,71 @@ class StageLoss(nn.Module):
         return self._teacher[0]
 
     def forward(self, batch: Batch, score: bool = False) -> Tensor:
-        """The stage's loss; with `score` the cross-entropy, whatever the stage (sharded models must be called as a
-        whole)."""
+        """The loss of the stage. With `score` it is the cross-entropy in every stage: a sharded model must be called as
+        a whole, also to validate."""
         if self.stage.loss == "transfer" and not score:
             return self._transfer(batch)
         if self.stage.loss == "finetune" or score:
-            return next_token_loss(self.student, batch, self.text)
-        with torch.no_grad(), self._block_outputs(self.teacher) as wanted:
-            taught = hidden_of(self.teacher, batch)
-        with self._block_outputs(self.student) as found:
+            return next_token_loss(self.student, batch, self.text_config)
+        with torch.no_grad(), self._block_outputs(self.teacher) as expected:
+            teacher_hidden = hidden_of(self.teacher, batch)
+        with self._block_outputs(self.student) as outputs:
             hidden = hidden_of(self.student, batch)
         labels = next_tokens(batch)
-        loss = head_loss(head_of(self.student), hidden, labels, self.aim, head_of(self.teacher), taught)
-        errors = [_error(*pair, labels) for pair in zip(found, wanted, strict=True)]
+        loss = head_loss(
+            head_of(self.student), hidden, labels, self.stage_config, head_of(self.teacher), teacher_hidden
+        )
+        errors = [_error(*pair, labels) for pair in zip(outputs, expected, strict=True)]
         return loss + self.stage.hidden * torch.stack(errors).mean() if errors else loss
 
     @contextmanager
     def _block_outputs(self, model: Any) -> Iterator[list[Tensor]]:
-        """What each block makes, [B,T,D], where that counts."""
-        seen: list[Tensor] = []
+        """Collect the output of each block, [B,T,D], where the stage compares them."""
+        outputs: list[Tensor] = []
 
-        def note(_module: nn.Module, _arguments: Any, output: Any) -> None:
-            seen.append(output if isinstance(output, Tensor) else output[0])
+        def collect(_module: nn.Module, _arguments: Any, output: Any) -> None:
+            outputs.append(output if isinstance(output, Tensor) else output[0])
 
-        hooks = [block.register_forward_hook(note) for block in family_of(model).blocks(model) if self.stage.hidden]
+        hooks = [block.register_forward_hook(collect) for block in family_of(model).blocks(model) if self.stage.hidden]
         try:
-            yield seen
+            yield outputs
         finally:
             for hook in hooks:
                 hook.remove()
 
     def _transfer(self, batch: Batch) -> Tensor:
-        """Each layer's squared error against the teacher's attention, in shares of each row's own size."""
+        """Each layer's squared error against the teacher's attention, relative to the squared norm of each row."""
         layers = converted_layers(self.student)
-        heard = capture_attention(self.teacher, batch)
+        captured = capture_attention(self.teacher, batch)
         loss = torch.zeros((), device=batch["input_ids"].device)
         for index, layer in layers.items():
-            found = answer(layer, heard[index], batch, self.recompute).float()
-            wanted = heard[index].output.float()
-            error = (found - wanted).square().sum((1, 2)) / wanted.square().sum((1, 2)).clamp(min=1e-12)
+            output = layer_output(layer, captured[index], batch, self.recompute).float()
+            expected = captured[index].output.float()
+            error = (output - expected).square().sum((1, 2)) / expected.square().sum((1, 2)).clamp(min=1e-12)
             loss = loss + error.sum() / len(layers)
         return loss
 
 
-def _error(found: Tensor, wanted: Tensor, labels: Tensor) -> Tensor:
-    """Squared errors [B,T,D], each token's in shares of its own size, summed over the tokens that have a label."""
-    off, size = ((x.float().square().sum(-1)).flatten() for x in (found - wanted, wanted))
-    return torch.where(labels != IGNORED, off / size.clamp(min=1e-12), 0.0).sum()
+def _error(output: Tensor, expected: Tensor, labels: Tensor) -> Tensor:
+    """Relative squared error of each token of [B,T,D], summed over the tokens that have a label."""
+    error, norm = ((x.float().square().sum(-1)).flatten() for x in (output - expected, expected))
+    return torch.where(labels != IGNORED, error / norm.clamp(min=1e-12), 0.0).sum()
 
 
 @torch.no_grad()
 def capture_attention(teacher: Any, batch: Batch) -> dict[int, CapturedAttention]:
-    """Run the teacher and note what each attention layer was given and answered."""
+    """Run the teacher and capture the inputs and the output of each attention layer."""
     family = family_of(teacher)
-    heard: dict[int, CapturedAttention] = {}
+    captured: dict[int, CapturedAttention] = {}
 
-    def note(index: int) -> Any:
+    def capture(index: int) -> Any:
         def hook(_module: nn.Module, arguments: Any, keywords: Any, output: Any) -> None:
-            heard[index] = CapturedAttention(arguments, keywords, output[0])
+            captured[index] = CapturedAttention(arguments, keywords, output[0])
 
         return hook
 
     hooks = [
-        family.attention_of(block).register_forward_hook(note(index), with_kwargs=True)
+        family.attention_of(block).register_forward_hook(capture(index), with_kwargs=True)
         for index, block in enumerate(family.blocks(teacher))
     ]
     try:
@@ -166,17 +171,19 @@ def capture_attention(teacher: Any, batch: Batch) -> dict[int, CapturedAttention
     finally:
         for hook in hooks:
             hook.remove()
-    return heard
+    return captured
 
 
-def answer(layer: FastWeightsAttention, heard: CapturedAttention, batch: Batch, recompute: bool = False) -> Tensor:
-    """What a fast-weight layer makes of the input that the teacher's layer was given."""
+def layer_output(
+    layer: FastWeightsAttention, captured: CapturedAttention, batch: Batch, recompute: bool = False
+) -> Tensor:
+    """The output of a fast-weight layer, [B,T,D], for the inputs of the teacher's layer."""
     starts = document_starts(batch["position_ids"])
     info = SequenceInfo(None, starts if bool(starts.any()) else None)
 
     def run(*arguments: Any) -> Tensor:
-        return layer(*arguments, **heard.keywords | {"fast_weights": info})[0]
+        return layer(*arguments, **captured.keywords | {"fast_weights": info})[0]
 
     if recompute:
-        return checkpoint(run, *heard.arguments, use_reentrant=False)
-    return run(*heard.arguments)
+        return checkpoint(run, *captured.arguments, use_reentrant=False)
+    return run(*captured.arguments)

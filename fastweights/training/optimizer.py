@@ -15,18 +15,18 @@ from fastweights.training.losses import converted_layers
 from fastweights.training.recipe import Recipe, Stage
 from fastweights.utils.errors import Argument, FastWeightsError, Stopped
 
-# A run's loss is its mean over this many steps when it is asked whether it diverges.
+# The loss is smoothed over this many steps before it is compared with its best.
 WATCHED_STEPS = 20
 
 
 class Diverged(Stopped):
-    """A run whose loss is lost for good."""
+    """A run whose loss diverged."""
 
     exit_code = 3
 
 
 class DivergenceWatch:
-    """Raises when the loss, smoothed, has lain `margin` above its best for `patience` steps on end."""
+    """Raises when the loss, smoothed, has been more than `margin` above its best for `patience` steps in a row."""
 
     def __init__(self, margin: float, patience: int) -> None:
         self.margin, self.patience = margin, patience
@@ -41,7 +41,7 @@ class DivergenceWatch:
         self.above = self.above + 1 if mean > self.best + self.margin else 0
         if self.above >= self.patience:
             raise Diverged(
-                f"the loss has lain more than {self.margin} above its best, {self.best:.3f}, for {self.above} steps: "
+                f"the loss has been more than {self.margin} above its best, {self.best:.3f}, for {self.above} steps: "
                 f"it is at {mean:.3f}; try a lower learning rate or a longer warm-up"
             )
 
@@ -64,8 +64,8 @@ def parameter_groups(student: Any, stage: Stage) -> list[tuple[list[nn.Parameter
     return [(attention, stage.learning_rate), (body, 0.0 if stage.loss == "transfer" else body_rate)]
 
 
-def _leave_out_dropout(student: Any) -> None:
-    """In modules, and in the numbers that some families keep for functional dropout."""
+def _disable_dropout(student: Any) -> None:
+    """Set dropout to 0, in modules and in the floats that some families use for functional dropout."""
     for module in student.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -78,7 +78,7 @@ def set_mode(student: Any, recipe: Recipe, stage: Stage) -> None:
     """Training mode, what is trained, and what is left out or recomputed."""
     student.train()
     if not recipe.dropout:
-        _leave_out_dropout(student)
+        _disable_dropout(student)
     if recipe.gradient_checkpointing:
         student.gradient_checkpointing_enable()
     for parameters, peak in parameter_groups(student, stage):
@@ -86,7 +86,7 @@ def set_mode(student: Any, recipe: Recipe, stage: Stage) -> None:
             parameter.requires_grad_(peak > 0 and (not recipe.lora or parameter.requires_grad))
 
 
-def leave_uncompiled(model: Any) -> None:
+def uncompile_blocks(model: Any) -> None:
     """Undo compile_blocks: hooks inside of a compiled block are not called."""
     for block in family_of(model).blocks(model):
         vars(block).pop("forward", None)
@@ -94,7 +94,7 @@ def leave_uncompiled(model: Any) -> None:
 
 def compile_blocks(student: Any, teacher: Any, stage: Stage) -> None:
     """Block by block: the first one's code serves all. Their forward alone, so that hooks on blocks are still called; a
-    teacher whose attention is listened to (transfer) stays as it is."""
+    teacher whose attention is captured (transfer) stays uncompiled."""
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     parts: list[Any] = list(converted_layers(student).values())
     if stage.loss != "transfer":

@@ -1,4 +1,4 @@
-"""Output projections fitted by least squares to what the teacher answers."""
+"""Fitting output projections to the teacher's attention by least squares."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastweights.modeling.layer import FastWeightsAttention
-from fastweights.training.losses import Batch, answer, capture_attention, converted_layers
+from fastweights.training.losses import Batch, capture_attention, converted_layers, layer_output
 
 # Ridge of the least-squares fit, as a share of the diagonal.
 RIDGE = 1e-4
@@ -19,19 +19,27 @@ RIDGE = 1e-4
 
 @torch.no_grad()
 def fit_outputs(student: Any, teacher: Any, batches: Iterable[Batch], kind: str) -> None:
-    """Set each new layer's output projection by least squares to what the teacher's attention answers: all of it
-    (full), or one scale for each head. Right after the swap a rule's output is many times larger than attention's."""
+    """Fit each new layer's output projection to the output of the teacher's attention.
+
+    Right after conversion a rule's output can be many times larger than attention's.
+
+    Args:
+        student: The converted model.
+        teacher: The model it was converted from.
+        batches: Batches to fit on.
+        kind: "full" for the whole projection, "scale" for one scale for each head.
+    """
     layers = converted_layers(student)
     products: dict[int, tuple[Tensor, Tensor]] = {}
     for batch in batches:
-        heard = capture_attention(teacher, batch)
+        captured = capture_attention(teacher, batch)
         for index, layer in layers.items():
             with _inputs_of(layer.o_proj) as seen:
-                answer(layer, heard[index], batch)
-            y, wanted = (x.flatten(0, 1).double() for x in (seen[0], heard[index].output))
+                layer_output(layer, captured[index], batch)
+            y, expected = (x.flatten(0, 1).double() for x in (seen[0], captured[index].output))
             y = y if layer.o_proj.bias is None else F.pad(y, (0, 1), value=1.0)
             gram, onto = products.get(index, (0, 0))
-            products[index] = (gram + y.mT @ y, onto + y.mT @ wanted)
+            products[index] = (gram + y.mT @ y, onto + y.mT @ expected)
     for index, layer in layers.items():
         (_fit_scales if kind == "scale" else _fit_projection)(layer, *products[index])
 
@@ -47,7 +55,7 @@ def _inputs_of(linear: nn.Module) -> Iterator[list[Tensor]]:
 
 
 def _fit_projection(layer: FastWeightsAttention, gram: Tensor, onto: Tensor) -> None:
-    """From sums over tokens: gram = y^T y and onto = y^T wanted, y with a column of ones where there is a bias."""
+    """From sums over tokens: gram = y^T y and onto = y^T expected, y with a column of ones where there is a bias."""
     solution = _least_squares(gram, onto)
     if layer.o_proj.bias is not None:
         layer.o_proj.bias.copy_(solution[-1])
@@ -65,9 +73,9 @@ def _fit_scales(layer: FastWeightsAttention, gram: Tensor, onto: Tensor) -> None
     layer.o_proj.weight.mul_(scales.repeat_interleave(layer.shape.head_dim).to(layer.o_proj.weight))
 
 
-def _least_squares(gram: Tensor, wanted: Tensor) -> Tensor:
+def _least_squares(gram: Tensor, expected: Tensor) -> Tensor:
     """Solve with a little ridge, every unknown measured in units of its own column."""
     size = gram.diagonal().sqrt().clamp(min=1e-12)
     eye = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-    unit = size if wanted.ndim == 1 else size[:, None]
-    return torch.linalg.solve(gram / size[:, None] / size + RIDGE * eye, wanted / unit) / unit
+    unit = size if expected.ndim == 1 else size[:, None]
+    return torch.linalg.solve(gram / size[:, None] / size + RIDGE * eye, expected / unit) / unit

@@ -45,10 +45,10 @@ from fastweights.training.optimizer import (
     clip_gradients,
     compile_blocks,
     learning_rate_share,
-    leave_uncompiled,
     make_optimizer,
     set_learning_rate,
     set_mode,
+    uncompile_blocks,
 )
 from fastweights.training.output_fit import fit_outputs
 from fastweights.training.recipe import Recipe, Stage
@@ -331,7 +331,7 @@ class Trainer:
         number, resumed = self.progress.stage, self.progress.stage_step > 0
         stage, batches, student = self.recipe.stages[number], self.batches[number], self.student.to(self.device)
         if self.teacher is not None:  # an earlier stage may have compiled it
-            leave_uncompiled(self.teacher)
+            uncompile_blocks(self.teacher)
         if stage.fit != "none" and not resumed:
             self._fit_outputs(stage, batches)
         lora = self._add_lora(resumed) if self.recipe.lora else None

@@ -30,20 +30,20 @@ def draw(seed: int, bias: bool, softcap: float | None) -> tuple[Head, Tensor]:
 
 
 def plain(
-    own: Head, hidden: Tensor, labels: Tensor, aim: LossConfig, teacher: Head | None, taught: Tensor | None
+    own: Head, hidden: Tensor, labels: Tensor, config: LossConfig, teacher: Head | None, teacher_hidden: Tensor | None
 ) -> Tensor:
     def logits(layer: Head, x: Tensor) -> Tensor:
         z = F.linear(x, layer.weight, layer.bias)[labels != -100]
         return z if layer.softcap is None else layer.softcap * torch.tanh(z / layer.softcap)
 
     found, wanted = logits(own, hidden), labels[labels != -100]
-    loss = aim.cross_entropy * F.cross_entropy(found, wanted, reduction="sum")
-    if teacher is not None and taught is not None:
-        p, q = (x.div(aim.temperature).log_softmax(-1) for x in (logits(teacher, taught).detach(), found))
-        if aim.top_k:
-            few = p.topk(aim.top_k, -1).indices
+    loss = config.cross_entropy * F.cross_entropy(found, wanted, reduction="sum")
+    if teacher is not None and teacher_hidden is not None:
+        p, q = (x.div(config.temperature).log_softmax(-1) for x in (logits(teacher, teacher_hidden).detach(), found))
+        if config.top_k:
+            few = p.topk(config.top_k, -1).indices
             p, q = (_lumped(x.exp(), few).log() for x in (p, q))
-        loss = loss + aim.temperature**2 * (p.exp() * (p - q)).sum()
+        loss = loss + config.temperature**2 * (p.exp() * (p - q)).sum()
     return loss
 
 
@@ -55,24 +55,24 @@ def _lumped(chances: Tensor, few: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("at_once", [V, 5 * V, 2**27], ids=["token by token", "chunks", "whole"])
 @pytest.mark.parametrize(
-    "aim",
+    "config",
     [LossConfig(), LossConfig(0.0, 2.5), LossConfig(0.3), LossConfig(0.3, 2.5), LossConfig(0.3, 2.5, top_k=4)],
     ids=str,
 )
 @pytest.mark.parametrize(("bias", "softcap"), [(False, None), (True, None), (True, 1.5)])
 def test_loss_and_gradients_equal_autograd_on_whole_logits(
-    at_once: int, aim: LossConfig, bias: bool, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+    at_once: int, config: LossConfig, bias: bool, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(head, "LOGITS_AT_ONCE", at_once)
     labels = torch.randint(0, V, (N,), generator=torch.Generator().manual_seed(1))
     labels[[0, 7, 8, N - 1]] = -100
-    (own, hidden), (teacher, taught) = draw(0, bias, softcap), draw(1, bias, softcap)
-    teachers: list[tuple[Any, Any]] = [(teacher, taught.detach())] + [(None, None)] * (aim.cross_entropy > 0)
+    (own, hidden), (teacher, teacher_hidden) = draw(0, bias, softcap), draw(1, bias, softcap)
+    teachers: list[tuple[Any, Any]] = [(teacher, teacher_hidden.detach())] + [(None, None)] * (config.cross_entropy > 0)
     for given in teachers:
         leaves = [x for x in (hidden, own.weight, own.bias) if x is not None]
         results = []
         for run in (head_loss, plain):
-            loss = run(own, hidden, labels, aim, *given)
+            loss = run(own, hidden, labels, config, *given)
             # upstream gradients other than one, as of a loss that is divided by a count
             results.append((loss, *torch.autograd.grad(loss / 7, leaves)))
         for name, found, expected in zip(("loss", "hidden", "weight", "bias"), *results, strict=False):
@@ -91,7 +91,7 @@ def test_memory_share_limits_the_logits_at_once(monkeypatch: pytest.MonkeyPatch)
     assert asked == [0.25]
     for loss in ("finetune", "distill"):
         trainee = StageLoss(None, None, Stage(loss=loss, cross_entropy=0.3, top_k=2), memory_share=0.25)
-        assert trainee.text == LossConfig(memory_share=0.25) and trainee.aim == LossConfig(
+        assert trainee.text_config == LossConfig(memory_share=0.25) and trainee.stage_config == LossConfig(
             0.3, top_k=2, memory_share=0.25
         )
 

@@ -15,7 +15,7 @@ from helpers.training import STEP, make_recipe, make_train_config, train_in, tra
 
 import fastweights as fw
 from fastweights.training.losses import StageLoss, capture_attention
-from fastweights.training.optimizer import compile_blocks, leave_uncompiled
+from fastweights.training.optimizer import compile_blocks, uncompile_blocks
 from fastweights.training.recipe import Stage
 from fastweights.training.trainer import Trainer
 
@@ -61,7 +61,7 @@ def test_attention_of_uncompiled_teacher_is_captured_again() -> None:
     student, teacher = converted(), pretrained("llama")
     compile_blocks(student, teacher, STAGES["distill"])
     gradients(student, teacher, STAGES["distill"])
-    leave_uncompiled(teacher)
+    uncompile_blocks(teacher)
     assert sorted(capture_attention(teacher, packed()[0])) == [0, 1]
 
 

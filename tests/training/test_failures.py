@@ -282,7 +282,7 @@ def test_invalid_train_config_names_field_and_value(files: Files, settings: dict
 
 def test_losses_get_the_memory_share(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(trainee: Any, *_: Any) -> Any:
-        assert trainee.text.memory_share == trainee.aim.memory_share == 0.25
+        assert trainee.text_config.memory_share == trainee.stage_config.memory_share == 0.25
         raise torch.OutOfMemoryError("seen")
 
     monkeypatch.setattr("fastweights.training.losses.StageLoss.forward", refuse)

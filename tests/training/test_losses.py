@@ -17,7 +17,14 @@ from torch import Tensor
 
 import fastweights as fw
 from fastweights.modeling.families import family_of
-from fastweights.training.losses import StageLoss, answer, capture_attention, converted_layers, next_tokens, run_model
+from fastweights.training.losses import (
+    StageLoss,
+    capture_attention,
+    converted_layers,
+    layer_output,
+    next_tokens,
+    run_model,
+)
 from fastweights.training.output_fit import fit_outputs
 from fastweights.training.recipe import Stage
 
@@ -57,7 +64,7 @@ def test_loss_of_packed_rows_equals_that_of_separate_documents(family: str) -> N
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_transfer_loss_of_packed_rows_equals_that_of_separate_documents(family: str) -> None:
-    """What the teacher's attention hears and says, and what the new layers answer."""
+    """Inputs and outputs of the teacher's attention, and outputs of the new layers."""
     rows, documents = packed()
     teacher, layers = pretrained(family), converted_layers(converted(family))
     with torch.no_grad():
@@ -66,10 +73,12 @@ def test_transfer_loss_of_packed_rows_equals_that_of_separate_documents(family: 
             [capture_attention(teacher, document) for document in documents],
         )
         for index, layer in layers.items():
-            said = torch.cat([heard[index].output for heard in apart], dim=1)
-            assert_close("teacher", together[index].output, said, 1e-5)
-            answers = [answer(layer, heard[index], part) for heard, part in zip(apart, documents, strict=True)]
-            assert_close("student", answer(layer, together[index], rows), torch.cat(answers, dim=1), 1e-5)
+            expected = torch.cat([captured[index].output for captured in apart], dim=1)
+            assert_close("teacher", together[index].output, expected, 1e-5)
+            outputs = [
+                layer_output(layer, captured[index], part) for captured, part in zip(apart, documents, strict=True)
+            ]
+            assert_close("student", layer_output(layer, together[index], rows), torch.cat(outputs, dim=1), 1e-5)
 
 
 def test_rows_of_one_document_need_no_positions() -> None:
@@ -182,15 +191,15 @@ def test_transfer_loss_of_a_hybrid_ignores_attention_layers() -> None:
     full, hybrid = converted("llama"), converted("llama", **SETTINGS, layers=(1,))
     assert list(converted_layers(hybrid)) == [1]
     with torch.no_grad():
-        heard = capture_attention(teacher, rows)
-        found, wanted = answer(converted_layers(full)[1], heard[1], rows), heard[1].output
+        captured = capture_attention(teacher, rows)
+        found, wanted = layer_output(converted_layers(full)[1], captured[1], rows), captured[1].output
         expected = ((found - wanted).square().sum((1, 2)) / wanted.square().sum((1, 2))).sum()
         assert_close("loss", loss_of(hybrid, teacher, rows, loss="transfer"), expected, 1e-5)
 
 
-def squared_error(layer: Any, heard: Any, batch: dict[str, Tensor]) -> float:
+def squared_error(layer: Any, captured: Any, batch: dict[str, Tensor]) -> float:
     with torch.no_grad():
-        return float((answer(layer, heard, batch) - heard.output).double().square().sum())
+        return float((layer_output(layer, captured, batch) - captured.output).double().square().sum())
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "opt"])
@@ -204,17 +213,17 @@ def test_no_change_of_fitted_outputs_is_better(family: str, kind: str) -> None:
         fit_outputs(student, teacher, _halves(rows), kind)
         after = loss_of(student, teacher, rows, loss="transfer")
     assert float(after) < 0.9 * float(before)
-    heard = capture_attention(teacher, rows)
+    captured = capture_attention(teacher, rows)
     draw = torch.Generator().manual_seed(0)
     for index, layer in converted_layers(student).items():
-        best = squared_error(layer, heard[index], rows)
+        best = squared_error(layer, captured[index], rows)
         shape = layer.o_proj.weight.shape if kind == "full" else (layer.shape.heads,)
         for _ in range(4):
             direction = torch.randn(shape, generator=draw)
             for sign in (1, -1):
                 other = copy.deepcopy(layer)
                 _change_outputs(other, 1 + 0.1 * sign * direction)
-                assert squared_error(other, heard[index], rows) > best
+                assert squared_error(other, captured[index], rows) > best
 
 
 def _halves(rows: dict[str, Tensor]) -> list[dict[str, Tensor]]:
@@ -234,15 +243,15 @@ def test_fitted_outputs_equal_least_squares(kind: str) -> None:
     teacher, student = pretrained("gpt2"), converted("gpt2", rule="decay", m=5)
     before = copy.deepcopy(student)
     fit_outputs(student, teacher, _halves(rows), kind)
-    heard = capture_attention(teacher, rows)
+    captured = capture_attention(teacher, rows)
     for index, layer in converted_layers(student).items():
         old, seen = converted_layers(before)[index], []
         old.o_proj.register_forward_pre_hook(lambda _m, given, seen=seen: seen.append(given[0]))
         with torch.no_grad():
-            answer(old, heard[index], rows)
-        y, wanted = seen[0].flatten(0, 1).double(), heard[index].output.flatten(0, 1).double()
+            layer_output(old, captured[index], rows)
+        y, wanted = seen[0].flatten(0, 1).double(), captured[index].output.flatten(0, 1).double()
         least = _least_error(y, wanted, old, kind)
-        assert squared_error(layer, heard[index], rows) == pytest.approx(least, rel=1e-2 if kind == "full" else 1e-4)
+        assert squared_error(layer, captured[index], rows) == pytest.approx(least, rel=1e-2 if kind == "full" else 1e-4)
 
 
 def _least_error(y: Tensor, wanted: Tensor, layer: Any, kind: str) -> float:
