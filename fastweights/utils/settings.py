@@ -1,15 +1,16 @@
-"""Settings: fields of a dataclass with a description, choices and limits. pydantic checks their types and values."""
+"""Settings: fields of a dataclass with a description, choices and limits, checked when one is created."""
 
 from __future__ import annotations
 
-import functools
+import operator
 from collections.abc import Iterable
 from dataclasses import field, fields
 from types import NoneType
-from typing import Annotated, Any, Literal, Union, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from fastweights.utils.errors import Argument, FastWeightsError
 
+_LIMITS = {"ge": operator.ge, "gt": operator.gt, "le": operator.le, "lt": operator.lt}
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 
 
@@ -20,7 +21,7 @@ def setting(default: Any, help: str, choices: tuple[str, ...] = (), **limits: fl
         default: Its default value.
         help: Its description, which the command line shows too.
         choices: The strings that it may be; empty for no restriction.
-        limits: Of a number, as pydantic names them: ge (at least), gt (above), le (at most), lt (below).
+        limits: Of a number: ge (at least), gt (above), le (at most), lt (below).
     """
     return field(default=default, metadata={"help": help, "choices": choices, "limits": limits})
 
@@ -39,18 +40,18 @@ def check_settings(settings: Any, error: type[FastWeightsError]) -> None:
     Raises:
         FastWeightsError: Of the class `error`. It names the setting, its value and what it must be.
     """
-    from pydantic import ValidationError
-
     cls: Any = type(settings)
     for f in fields(settings):
         if "limits" not in f.metadata:
             continue
         value = getattr(settings, f.name)
-        try:
-            _adapter(cls, f.name).validate_python(value)
-        except ValidationError as failure:
-            out_of_range = bool(failure.errors()[0].get("ctx"))
-            raise error(Argument(f.name), _reason(cls, f.name, value, out_of_range)) from failure
+        (kind, optional), metadata = _type_of(cls, f.name), f.metadata
+        if value is None and optional:
+            continue
+        valid = value in metadata["choices"] if metadata["choices"] else _is_of_type(value, kind)
+        within = valid and all(_LIMITS[name](value, limit) for name, limit in metadata["limits"].items())
+        if not within:
+            raise error(Argument(f.name), _reason(cls, f.name, value, out_of_range=valid))
 
 
 def check_names(cls: Any, names: Iterable[str], error: type[FastWeightsError], prefix: str = "") -> None:
@@ -65,18 +66,15 @@ def _metadata(cls: Any, name: str) -> Any:
     return next(f for f in fields(cls) if f.name == name).metadata
 
 
-@functools.cache
-def _adapter(cls: Any, name: str) -> Any:
-    """What validates a setting. pydantic is imported here, because it takes longer than the rest of this package."""
-    from pydantic import ConfigDict, Field, TypeAdapter
+def _is_of_type(value: Any, kind: Any) -> bool:
+    """Whether a value is of a type, as huggingface_hub's strict dataclasses check it. True is no number."""
+    from huggingface_hub.dataclasses import type_validator  # imported here: it takes longer than this package
 
-    kind, optional = _type_of(cls, name)
-    metadata = _metadata(cls, name)
-    if metadata["choices"]:
-        kind = Literal[metadata["choices"]]
-    if metadata["limits"]:
-        kind = Annotated[kind, Field(**metadata["limits"])]
-    return TypeAdapter(Union[kind, None] if optional else kind, config=ConfigDict(strict=True))  # noqa: UP007
+    try:
+        type_validator("", value, float | int if kind is float else kind)
+    except TypeError:
+        return False
+    return True
 
 
 def _type_of(cls: Any, name: str) -> tuple[Any, bool]:
