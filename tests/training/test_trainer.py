@@ -324,7 +324,7 @@ def test_bfloat16_keeps_the_weights_in_float32(files: Files, chain: Path, tmp_pa
     assert losses_of(tmp_path / "run") != losses_of(chain)
     assert_same_losses(tmp_path / "run", chain, 0.1)
     weights = weights_of(tmp_path / "run" / "last")
-    assert {tensor.dtype for tensor in weights.values()} == {torch.float32, torch.int64}
+    assert {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()} == {torch.float32}
     assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in weights.values())
 
 
