@@ -58,13 +58,13 @@ MUTATIONS = [
         "delta",
     ),
     Mutation(
-        "a kernel reads padding", "triton/parts", r"real = there & \(\(flag & PAD\) == 0\)", "real = there", (KERNELS,)
+        "a kernel reads padding", "triton/primitives", r"in_range & \(\(flag & PAD\) == 0\)", "in_range", (KERNELS,)
     ),
     Mutation(
         "a kernel's scores include later tokens",
         "triton/tiled",
-        r"pairs = below\(TILE, 0\)",
-        "pairs = below(TILE, -1)",
+        r"pairs = lower_triangle\(TILE, 0\)",
+        "pairs = lower_triangle(TILE, -1)",
         (KERNELS,),
     ),
     Mutation(
@@ -131,7 +131,7 @@ MUTATIONS = [
         "config",
         r"return self\.layers is None or layer_index in self\.layers",
         "return True",
-        (PARITY, "modeling/test_classes.py"),
+        ("modeling/test_classes.py", "modeling/test_description.py"),
     ),
     Mutation(
         "the weakest rotary pairs are chosen",
@@ -193,7 +193,7 @@ MUTATIONS = [
     Mutation(
         "a run resumes without optimizer state",
         "training/",
-        r"if self\.progress\.stage_step:\n( +)saved\.restore_optimizer",
+        r"if resumed:\n( +)saved\.restore_optimizer",
         r"if False:\n\1saved.restore_optimizer",
         (TRAINER,),
     ),
