@@ -271,17 +271,17 @@ MUTATIONS = [
         ("test_loading_gguf.py",),
     ),
     Mutation(
-        "an unknown setting is accepted",
+        "a layer named twice is accepted",
         "config",
-        r"raise ConfigError\(\n\s+f\"unknown setting[^)]*\)[^)]*\)[^)]*\)",
-        "pass",
-        ("test_config.py",),
+        r"or len\(set\(self\.layers\)\) != len\(self\.layers\)",
+        "",
+        ("test_config.py", "cli/test_bad_values.py"),
     ),
     Mutation(
         "an error does not show the value found",
-        "config",
-        r"must be at most \{largest:,\}, found \{value:,\}",
-        "is too large",
+        "utils/settings",
+        r", found \{value!r\}\"",
+        '"',
         ("test_config.py", "cli/test_bad_values.py", "cli/test_bad_input.py"),
     ),
     Mutation(
@@ -292,6 +292,6 @@ MUTATIONS = [
         "experiments/grid",
         r"replace\(recipe, seed=seed\)",
         "recipe",
-        ("experiments/test_grid.py",),
+        ("experiments/test_grid.py", "experiments/test_runner.py"),
     ),
 ]
