@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PROJECT := pyproject.toml constraints.txt
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 .PHONY: quickstart test test-full mutations lint docs figures bench packaged-model
 
