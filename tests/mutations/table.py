@@ -259,9 +259,15 @@ MUTATIONS = [
         "decode/",
         r"scores\.softmax\(-1\)\.cumsum\(-1\) <=",
         "scores.softmax(-1).cumsum(-1) - scores.softmax(-1) <=",
-        (ENGINE,),
+        ("decode/test_sampler.py",),
     ),
-    Mutation("the repetition penalty rewards", "decode/", r"scores / penalty", "scores * penalty", (ENGINE,)),
+    Mutation(
+        "the repetition penalty rewards",
+        "decode/",
+        r"scores / penalty",
+        "scores * penalty",
+        ("decode/test_sampler.py",),
+    ),
     # loading, settings, reports, errors
     Mutation(
         "a model from a GGUF file stays quantized",
