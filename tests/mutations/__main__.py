@@ -131,7 +131,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
     from fastweights.utils.provenance import write_result
 
     before = json.loads(path.read_text()).get("before", {}) if path.is_file() else {}
-    write_result(path, {"kind": "mutations", "mutations": rows, "before": before})
+    write_result(path, {"mutations": rows, "before": before})
 
 
 if __name__ == "__main__":
