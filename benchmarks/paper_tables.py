@@ -17,7 +17,7 @@ from typing import Any
 from fastweights.report.comparison import (
     PERPLEXITY,
     Comparison,
-    Variant,
+    VariantRuns,
     comparison_note,
     comparison_plots,
     comparisons,
@@ -59,7 +59,7 @@ def paper_tables(files: Sequence[ResultFile] | None = None) -> dict[str, Table |
 class Cell:
     """A variant here, and what the paper prints in its place."""
 
-    variant: Variant
+    variant: VariantRuns
 
     @property
     def value(self) -> float | None:

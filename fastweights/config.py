@@ -183,7 +183,7 @@ class FastWeightsConfig:
 
 
 def is_whole(value: Any) -> bool:
-    """A whole number, NumPy's too; True and False are not meant as such."""
+    """Whether a value is an integer, Python's or NumPy's. bool does not count."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 

@@ -142,7 +142,7 @@ def _train(folder: Path, recipe: Recipe, console: Console) -> dict[str, Any]:
         raise
 
 
-def figure(value: float, digits: int) -> str:
+def _rounded(value: float, digits: int) -> str:
     return f"{value:,.0f}" if value >= 10_000 else f"{value:,.{digits}f}"
 
 
@@ -157,8 +157,8 @@ def _table(quality: EvaluationResult, models: dict[str, Any]) -> Table:
     for name, model in models.items():
         perplexity, described = _perplexity(quality, name), describe(model)
         cache = [decimal(row.here) for row in described.memory]
-        ratio = figure(perplexity / _perplexity(quality, BASE), 3)
-        table.add_row(name, figure(perplexity, 2), ratio, f"{described.parameters:,}", cache[0], cache[-1])
+        ratio = _rounded(perplexity / _perplexity(quality, BASE), 3)
+        table.add_row(name, _rounded(perplexity, 2), ratio, f"{described.parameters:,}", cache[0], cache[-1])
     return table
 
 

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from fastweights.cli.options import DTYPE_HELP, Dtype, SavedModel, reports_errors, usable_device
+from fastweights.cli.options import DTYPE_HELP, Dtype, SavedModel, UsageError, reports_errors, usable_device
 from fastweights.decode.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def generate(
 
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
     if save_state is not None and (save_state.is_dir() or not save_state.parent.is_dir()):
-        raise ValueError(f"--save-state {save_state} cannot be written: give a file name in a folder that exists")
+        raise UsageError(f"--save-state {save_state} cannot be written: give a file name in a folder that exists")
     with Console(stderr=True).status(f"loading {escape(str(folder))}"):
         model, tokenizer = _load_with_tokenizer(folder, dtype, usable_device(device))
     state = _initial_state(model, folder, load_state, save_state)
@@ -69,7 +69,7 @@ def _load_with_tokenizer(folder: Path, dtype: str, device: str) -> tuple[Any, An
     logging.disable_progress_bar()
     if not folder.is_dir():
         hint = "that is a file, convert it first" if folder.is_file() else "give the folder of a saved model"
-        raise ValueError(f"no folder at {folder}: {hint}")
+        raise UsageError(f"no folder at {folder}: {hint}")
     tokenizer = require_tokenizer(load_tokenizer(folder), folder)
     return load(folder, dtype=dtype).to(device).eval(), tokenizer
 
@@ -85,7 +85,7 @@ def _initial_state(model: Any, folder: Path, load: Path | None, save: Path | Non
             return FastWeightsCache(model.config) if load is None else FastWeightsCache.load(load, model)
     if load is not None or save is not None:
         flag = "--save-state" if load is None else "--load-state"
-        raise ValueError(f"{flag} needs a converted model, and {folder} is an ordinary one: run fastweights convert")
+        raise UsageError(f"{flag} needs a converted model, and {folder} is an ordinary one: run fastweights convert")
     return None
 
 
@@ -95,12 +95,12 @@ def _prompt_tokens(tokenizer: Any, prompt: str, continues: bool, vocabulary: int
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError("--prompt is not UTF-8: convert it first, for example with iconv") from error
+        raise UsageError("--prompt is not UTF-8: convert it first, for example with iconv") from error
     ids = tokenizer(text, return_tensors="pt", add_special_tokens=not continues).input_ids
     if ids.shape[1] == 0:
-        raise ValueError("--prompt is empty: give at least one character to continue from")
+        raise UsageError("--prompt is empty: give at least one character to continue from")
     if int(ids.max()) >= vocabulary:
-        raise ValueError(
+        raise UsageError(
             f"the tokenizer makes the token {int(ids.max())} of --prompt, and the model has {vocabulary}: the "
             "tokenizer in its folder is another model's, save its own there"
         )

@@ -17,7 +17,7 @@ def info(
     folder: SavedModel,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
-    """Say what a saved model is and what it keeps in memory. Reads no weights."""
+    """Show what a saved model is and how much memory its cache takes. Reads no weights."""
     from fastweights.modeling.description import describe_folder
 
     described = describe_folder(folder)

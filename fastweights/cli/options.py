@@ -30,7 +30,11 @@ class UsageError(FastWeightsError):
 
 
 def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Show an error that a user can correct as one line on stderr, with exit code 2. Others are tracebacks."""
+    """Show an error that a user can correct as one line on stderr, with exit code 2.
+
+    These are the library's own errors and those of the operating system about a file. Any other error, also a
+    ValueError, is a bug or comes from another library, and its traceback is shown.
+    """
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -38,8 +42,6 @@ def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
             command(*args, **kwargs)
         except FastWeightsError as error:
             _fail(error.message(functools.partial(flag_of, command=command)), 2, error)
-        except ValueError as error:
-            _fail(str(error), 2, error)
         except OSError as error:
             if error.filename is None:
                 raise

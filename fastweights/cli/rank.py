@@ -67,7 +67,7 @@ def rank(
         most, why = (layers, "") if save is None else (layers - 1, ", so that --save has a layer left to convert")
         raise UsageError(f"--keep {keep}: {folder} has {layers} converted layers, choose at most {most}{why}")
     rows = _rows(folder, data, tokenizer, (student, base), tokens, length, text_field)
-    found = rank_layers(student, base, batches_of(rows), keep=keep, fit=fit)
+    ranking = rank_layers(student, base, batches_of(rows), keep=keep, fit=fit)
     base_name = Path(teacher or student.config.fastweights_base).name
     result = RankingResult(
         seed=0,
@@ -75,17 +75,17 @@ def rank(
         model=RankedModel(name=folder.name, base=base_name, settings=student.config.fastweights),
         data=Data(name=Path(data).name),
         settings={"keep": keep, "fit": fit, "length": rows["input_ids"].shape[1], "device": usable},
-        kl=found.kl,
-        layers=found.layers,
-        chosen=found.chosen,
-        kl_after=found.kl_after,
+        kl=ranking.kl,
+        layers=ranking.layers,
+        chosen=ranking.chosen,
+        kl_after=ranking.kl_after,
         seconds=round(time.perf_counter() - started, 2),
     )
     _print(result)
     if output is not None:
         result.write(output)
     if save is not None:
-        hybrid_from(folder, found.chosen, save, teacher)
+        hybrid_from(folder, ranking.chosen, save, teacher)
         typer.echo(str(save))
 
 
@@ -132,7 +132,7 @@ def _print(result: RankingResult) -> None:
         table.add_row(str(row.layer), f"{row.kl:.4f}", f"{row.gain:+.4f}")
     console.print(table)
     if result.chosen:
-        kept = Table(*(Column(header, justify="right") for header in ("keep", "KL with those so far")), box=None)
+        chosen = Table(*(Column(header, justify="right") for header in ("keep", "KL with those so far")), box=None)
         for layer, kl in zip(result.chosen, result.kl_after, strict=True):
-            kept.add_row(str(layer), f"{kl:.4f}")
-        console.print("", kept)
+            chosen.add_row(str(layer), f"{kl:.4f}")
+        console.print("", chosen)

@@ -29,7 +29,7 @@ def report(
     check: Annotated[bool, typer.Option("--check", help="With --fill: only look; exit 1 if not up to date.")] = False,
     context: typer.Context = None,  # type: ignore[assignment]
 ) -> None:
-    """Turn results into a page with tables and plots, and into a model card for the hub; or fill pages of your own."""
+    """Make a page with tables and plots from results, and a model card for the hub; or fill pages of your own."""
     from fastweights.report import fill_page, make_report, write_model_card
 
     if fill:

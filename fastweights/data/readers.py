@@ -60,7 +60,7 @@ def find(name: str, field: str) -> Source:
 
 def _files_in(folder: Path) -> list[Path]:
     if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
-        raise DataError(f"{folder} is a model's folder: give a text")
+        raise DataError(f"{folder} is a model's folder: give text files")
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(str(part) for part in folder.iterdir() if part.is_dir())
         raise DataError(f"{folder} holds the splits of a data set: choose one, {' or '.join(splits)}")

@@ -25,7 +25,7 @@ def call_model(model: Any, tokens: Tensor, logits_to_keep: int, **arguments: Any
     return model(input_ids=tokens.to(getattr(model, "device", "cpu")), **arguments)
 
 
-def check_length(model: Any, length: int, *what: str) -> None:
+def check_positions(model: Any, length: int, *what: str) -> None:
     """Refuse sequences that are longer than the model's position table.
 
     Args:

@@ -1,7 +1,9 @@
-"""Which layers a hybrid should keep as attention. One layer after another is made attention again; what that is worth
-is how much nearer the model's next-token distribution comes to the base's.
+"""Which layers a hybrid should keep as attention.
 
-Shapes: input_ids, labels [B,T]   taught, what the teacher's output layer is given, [B*T,D]
+One converted layer after another is restored to attention. Its gain is the decrease of the KL divergence between the
+next-token distributions of the base and of the model.
+
+Shapes: input_ids, labels [B,T]   teacher_hidden, the input of the teacher's output layer, [B*T,D]
 """
 
 from __future__ import annotations
@@ -43,8 +45,11 @@ class RankingError(FastWeightsError):
 
 @contextmanager
 def restored(student: Any, teacher: Any, layers: Collection[int]) -> Iterator[None]:
-    """Meanwhile these layers of the student are the teacher's own attention modules, and the student's settings say
-    so: the forward pass makes masks for the layers that are not converted. For passes without a cache."""
+    """Temporarily replace these layers of the student by the attention modules of the teacher.
+
+    The settings of the student are changed accordingly, because the forward pass makes masks for the layers that are
+    not converted. Only for passes without a cache.
+    """
     family, settings = student.family, student.config.fastweights
     blocks, bases = family.blocks(student), family.blocks(teacher)
     before = {index: family.attention_of(blocks[index]) for index in layers}
@@ -104,6 +109,7 @@ def rank_layers(
 
 
 def batches_of(rows: Batch) -> list[Batch]:
+    """Split rows into batches of at most BATCH_TOKENS tokens, at least one row each."""
     count, length = rows["input_ids"].shape
     at_once = max(1, BATCH_TOKENS // length)
     return [{name: x[first : first + at_once] for name, x in rows.items()} for first in range(0, count, at_once)]
@@ -122,11 +128,11 @@ def _divergences(
     for batch in batches:
         batch = _on_device(batch, student.device)
         with autocast(student.device):
-            taught = hidden_of(teacher, batch)
+            teacher_hidden = hidden_of(teacher, batch)
         count += int((next_tokens(batch) != IGNORED).sum())
         for i, layers in enumerate(choices):
             with restored(student, teacher, layers), autocast(student.device):
-                sums[i] += _divergence(student, teacher, batch, taught)
+                sums[i] += _divergence(student, teacher, batch, teacher_hidden)
             if not math.isfinite(sums[i]):
                 raise RankingError(
                     f"the divergence is {sums[i]} with {_named(layers)} restored: values of the model overflow; "
@@ -144,10 +150,12 @@ def _named(layers: Collection[int]) -> str:
     return f"layer {', '.join(map(str, layers))}" if layers else "nothing"
 
 
-def _divergence(student: Any, teacher: Any, batch: Batch, taught: Tensor) -> float:
+def _divergence(student: Any, teacher: Any, batch: Batch, teacher_hidden: Tensor) -> float:
     """Sum of KL(teacher || student) over the next tokens of a batch."""
     heads, hidden = (head_of(student), head_of(teacher)), hidden_of(student, batch)
-    return float(head_loss(heads[0], hidden, next_tokens(batch), LossConfig(cross_entropy=0.0), heads[1], taught))
+    return float(
+        head_loss(heads[0], hidden, next_tokens(batch), LossConfig(cross_entropy=0.0), heads[1], teacher_hidden)
+    )
 
 
 def _on_device(batch: Batch, device: torch.device) -> Batch:
@@ -156,7 +164,7 @@ def _on_device(batch: Batch, device: torch.device) -> Batch:
 
 @contextmanager
 def _fitted(student: Any, teacher: Any, batches: Sequence[Batch]) -> Iterator[None]:
-    """Meanwhile the output projections are those that fit the teacher's attention on the first of the batches."""
+    """Temporarily fit the output projections to the attention of the teacher, on the first of the batches."""
     projections = [layer.o_proj for layer in converted_layers(student).values()] if batches else []
     before = [{name: x.clone() for name, x in projection.state_dict().items()} for projection in projections]
     try:
@@ -178,7 +186,7 @@ def _bar(passes: int, progress: bool) -> Iterator[Callable[[], None]]:
 
 
 def load_pair(folder: str | os.PathLike, teacher: str | None = None, *, dtype: Any = "auto") -> tuple[Any, Any]:
-    """A converted model and its base, in the precision of the first."""
+    """Load a converted model and its base, in the precision of the converted model."""
     student = load(folder, dtype=dtype)
     if not isinstance(student, FastWeightsMixin):
         raise RankingError(f"{folder} is not converted: give a folder that fastweights convert or train wrote")
@@ -225,26 +233,38 @@ def _sizes(model: Any) -> str:
 
 def hybrid_from(
     student_folder: str | os.PathLike,
-    layers_kept: Collection[int],
+    attention_layers: Collection[int],
     output: str | os.PathLike,
     teacher: str | None = None,
 ) -> None:
-    """Write a converted model with these layers as attention again, with the base's weights; all else is the model's,
-    trained as it is. Layers that are attention already stay as they are."""
+    """Restore layers of a converted model to the attention of its base, and save the hybrid.
+
+    The other weights are those of the converted model, as trained.
+
+    Args:
+        student_folder: Folder of the converted model.
+        attention_layers: Indices of the layers that are attention in the hybrid. Some may be attention already.
+        output: New folder for the hybrid and its tokenizer.
+        teacher: Hub id or folder of the base; by default the model that the student was converted from.
+
+    Raises:
+        RankingError: If the student is not converted, a layer does not exist, or no layer would stay converted.
+        TeacherError: If the base cannot be loaded or does not fit.
+    """
     with new_model_folder(output, source=student_folder) as folder:
         student, base = load_pair(student_folder, teacher)
-        with restored(student, base, _to_restore(student, layers_kept)):
+        with restored(student, base, _to_restore(student, attention_layers)):
             student.save_pretrained(folder)
         tokenizer = load_tokenizer(student_folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
 
 
-def _to_restore(student: Any, layers_kept: Collection[int]) -> list[int]:
+def _to_restore(student: Any, attention_layers: Collection[int]) -> list[int]:
     count, converted = len(student.family.blocks(student)), converted_layers(student)
-    beyond = sorted(set(layers_kept) - set(range(count)))
+    beyond = sorted(set(attention_layers) - set(range(count)))
     if beyond:
         raise RankingError(f"layers {beyond} do not exist: the model has {count}, numbered 0 to {count - 1}")
-    if not set(converted) - set(layers_kept):
+    if not set(converted) - set(attention_layers):
         raise RankingError("with all layers as attention nothing is left converted: that is the base model itself")
-    return sorted(set(layers_kept) & set(converted))
+    return sorted(set(attention_layers) & set(converted))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastweights.evaluation.forward import EvaluationError, call_model, check_length
+from fastweights.evaluation.forward import EvaluationError, call_model, check_positions
 from fastweights.loading import require_tokenizer
 from fastweights.modeling.modes import evaluating
 from fastweights.modeling.positions import position_limit
@@ -166,7 +166,7 @@ def check_windows(model: Any, length: int, context: int = 0) -> None:
             Argument("length"),
             f" {length}: a window must have tokens left to score, so context is from 0 to {length - 1}",
         )
-    check_length(model, length, Argument("length"))
+    check_positions(model, length, Argument("length"))
 
 
 class Window(NamedTuple):

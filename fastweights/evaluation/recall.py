@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastweights.evaluation.forward import EvaluationError, call_model, check_length
+from fastweights.evaluation.forward import EvaluationError, call_model, check_positions
 from fastweights.modeling.modes import evaluating
 from fastweights.modeling.positions import position_limit
 from fastweights.results import Recall, RecallRow
@@ -68,7 +68,7 @@ def recall_probe(
             f"{pairs} pairs need distances of at least {needed} tokens and a vocabulary of more than {needed}, "
             f"found distances {list(distances)} and {len(ids)} tokens"
         )
-    check_length(model, max(distances) + needed, "sequences of")
+    check_positions(model, max(distances) + needed, "sequences of")
     found = Recall(pairs=[], copy=[])
     read = functools.partial(_read, model, batch_size)
     with evaluating(model):

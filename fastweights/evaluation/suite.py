@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fastweights.evaluation.forward import EvaluationError, check_length
+from fastweights.evaluation.forward import EvaluationError, check_positions
 from fastweights.evaluation.lm_eval import check_tasks, run_tasks
 from fastweights.evaluation.perplexity import check_windows, perplexity, perplexity_by_position
 from fastweights.evaluation.recall import ordinary_tokens, recall_probe
@@ -99,7 +99,7 @@ def evaluate(
             for context in contexts if data else ():
                 check_windows(model, length, context)
             if by_position:
-                check_length(model, position_length, Argument("position_length"))
+                check_positions(model, position_length, Argument("position_length"))
     measured = [_measure(name, *models[name], measures) for name in models]
     settings = {"length": length, "contexts": list(contexts), "batch_size": batch_size}
     settings |= {"position_length": position_length} if by_position else {}

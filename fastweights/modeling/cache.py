@@ -91,10 +91,10 @@ class StateLayer(CacheLayerMixin):
             raise StateError("a recurrent state cannot forget its last tokens: fork it before them instead")
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        raise TypeError("a converted layer keeps a state, not keys and values")
+        raise TypeError("a converted layer caches a state, not keys and values")
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        raise TypeError("a converted layer keeps a state, not keys and values")
+        raise TypeError("a converted layer caches a state, not keys and values")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return query_length, 0
@@ -221,7 +221,7 @@ class FastWeightsCache(Cache):
 
     @property
     def attention_nbytes(self) -> int:
-        """Bytes of the keys and values of layers kept as attention: these grow with the text."""
+        """Bytes of the keys and values in attention layers. These grow with the sequence."""
         layers = [self.layers[i] for i in self.attention_layers]
         return sum(t.nbytes for layer in layers for t in (layer.keys, layer.values) if t is not None)
 
@@ -306,7 +306,7 @@ def layout(model: Any) -> str:
 
 
 def weight_samples(model: Any) -> list[Tensor]:
-    """A few numbers of every parameter."""
+    """At most 64 elements of every parameter."""
     samples = []
     for _, parameter in sorted(model.named_parameters()):
         flat = parameter.detach().flatten()
@@ -314,7 +314,7 @@ def weight_samples(model: Any) -> list[Tensor]:
     return samples
 
 
-def _same_weights(found: Tensor, own: list[Tensor]) -> bool:
-    """Parameter by parameter, up to another precision's rounding."""
-    pairs = zip(found.split([len(part) for part in own]), own, strict=True)
+def _same_weights(saved: Tensor, own: list[Tensor]) -> bool:
+    """Whether saved samples equal the model's own, up to the rounding of another dtype."""
+    pairs = zip(saved.split([len(part) for part in own]), own, strict=True)
     return all(bool((a - b).norm() <= SAME_WEIGHTS * b.norm()) for a, b in pairs)

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 from fastweights.config import MODEL_TYPE_PREFIX, FastWeightsConfig
 from fastweights.modeling.families import FAMILIES, Family
-from fastweights.modeling.generation import GenerationMixin
+from fastweights.modeling.generation import FastWeightsGenerationMixin
 from fastweights.modeling.initialization import initialize, initialize_missing, mark_initialized
 from fastweights.modeling.inputs import Base, DecoderMixin
 from fastweights.modeling.layer import FastWeightsAttention
@@ -196,7 +196,7 @@ def _make_classes(family: Family) -> tuple[Any, Any]:
     CONVERTED[decoder] = _make_class(family, config_class, decoder, DecoderMixin)
     if backbone is not decoder:
         CONVERTED[backbone] = _make_class(family, config_class, backbone)
-    CONVERTED[causal_lm] = _make_class(family, config_class, causal_lm, GenerationMixin)
+    CONVERTED[causal_lm] = _make_class(family, config_class, causal_lm, FastWeightsGenerationMixin)
     CONVERTED[classifier] = _make_class(family, config_class, classifier)
     AutoConfig.register(config_class.model_type, config_class)
     for auto, base in (

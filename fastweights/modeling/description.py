@@ -1,4 +1,4 @@
-"""What a model is and how much memory it keeps while it generates: plain arithmetic, without weights.
+"""What a model is and how much memory its cache takes during generation: plain arithmetic, without weights.
 
 Bytes are for one sequence, in the model's own dtype. An attention layer caches keys and values of every token (up to
 its sliding window, where it has one); a converted layer has a state of constant size.
@@ -29,7 +29,7 @@ SEQUENCE_LENGTHS = (1024, 8192, 65536)
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes kept after `tokens` tokens by this model (`here`) and by its base model (`attention`)."""
+    """Bytes cached after `tokens` tokens by this model (`here`) and by its base model (`attention`)."""
 
     tokens: int
     here: int

@@ -19,7 +19,7 @@ logger = logging.get_logger(__name__)
 STATIC = ("static", "sliding_window", "hybrid", "hybrid_chunked")
 
 
-class GenerationMixin(Base):
+class FastWeightsGenerationMixin(Base):
     """What generate must do differently for a causal language model with a recurrent state."""
 
     config: Any

@@ -124,7 +124,7 @@ def query_key_factors(
         shape: its sizes.
         states: number of states S.
         width: r, the width of the new queries and keys.
-        pairs: number of rotary pairs to keep.
+        pairs: number of rotary pairs to retain.
         generator: for the rows that are added where `width` exceeds the head dimension.
     """
     exact = exact_factors(weights, shape, states)
@@ -222,9 +222,9 @@ def _split_rotary(exact: Factors, shape: AttentionShape) -> tuple[Factors, Facto
 
 
 def _choose_pairs(rotated: Factors, count: int) -> Factors:
-    """Keep the `count` rotary pairs with the largest query-key form, for each state.
+    """Retain the `count` rotary pairs with the largest query-key form, for each state.
 
-    RoPE rotates each pair within itself, so the pairs that are kept see relative positions as before.
+    RoPE rotates each pair within itself, so the retained pairs see relative positions as before.
     """
     folded = _fold_norm(rotated)
     half = rotated.k.shape[1] // 2

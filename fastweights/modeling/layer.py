@@ -294,7 +294,7 @@ class FastWeightsAttention(nn.Module):
 
         Args:
             hidden_states: [B,T,D].
-            past_key_values: a FastWeightsCache. None: the sequence starts from a zero state and none is kept.
+            past_key_values: a FastWeightsCache. None: starts from a zero state and discards the final one.
             layer_past: GPT-NeoX's name for `past_key_values`.
             position_embeddings: cos and sin of RoPE, for models that have it.
             fast_weights: mask and document starts. None: all tokens are real and in one document.

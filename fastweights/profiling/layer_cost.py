@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from fastweights.config import ConfigError, FastWeightsConfig
 from fastweights.ops.step import step
-from fastweights.profiling.model_cost import check_counts, check_lengths, compare, first_cheaper_from
+from fastweights.profiling.model_cost import check_counts, check_lengths, first_cheaper_from, with_crossings
 from fastweights.profiling.timing import Conditions, Contender, Findings, check_room, measure, on
 from fastweights.results import CostResult
 from fastweights.rules import RULES
@@ -152,10 +152,10 @@ def layer_cost(
         for length in track(sorted(lengths), "one layer", enabled=progress):
             contenders = {name: functools.partial(_contender, shape, name, length) for name in found}
             measure(contenders, length, Conditions(device, repeats, compiled, SETTLE), found)
-    costs = compare([findings.cost(name, converted=name != "attention") for name, findings in found.items()])
+    costs = with_crossings([findings.cost(name, converted=name != "attention") for name, findings in found.items()])
     return CostResult(
         level="layer",
-        what="median seconds of one more token after a text of this length in one layer, bytes cached of the text, "
+        what="median seconds of one more token after this length in one layer, bytes of the cache, "
         "and these with the most that the token needs beside the weights",
         seed=0,
         tokens=repeats,

@@ -85,9 +85,9 @@ def decode_cost(
             measure(fitting, length, conditions, found)
     positions = {name: STRETCHED if measured[name] is not model else None for name, model in models.items()}
     converted = {name: isinstance(model, FastWeightsMixin) for name, model in models.items()}
-    costs = compare([found[name].cost(name, converted[name], positions[name]) for name in models])
+    costs = with_crossings([found[name].cost(name, converted[name], positions[name]) for name in models])
     return CostResult(
-        what="median seconds of one more token after a text of this length, bytes cached of the text, and these with "
+        what="median seconds of one more token after this length, bytes of the cache, and these with "
         "the most that the token needs beside the weights",
         seed=0,
         tokens=timed_tokens,
@@ -285,8 +285,8 @@ def _no_mask(model: Any) -> Iterator[None]:
         config._attn_implementation = before
 
 
-def compare(costs: Sequence[ModelCost]) -> list[ModelCost]:
-    """The same, each converted model with the lengths from which it is cheaper than the first that is not converted."""
+def with_crossings(costs: Sequence[ModelCost]) -> list[ModelCost]:
+    """Add to each converted model the lengths from which it costs less than the first unconverted model."""
     base = next((cost for cost in costs if not cost.converted), None)
     if base is None:
         return list(costs)
@@ -299,5 +299,5 @@ def compare(costs: Sequence[ModelCost]) -> list[ModelCost]:
 
 
 def first_cheaper_from(costs: Sequence[ModelCost]) -> dict[str, int | None]:
-    """Those of the first model that was compared."""
+    """The lengths that `with_crossings` added to the first converted model, None for each where there is none."""
     return next((cost.cheaper_from for cost in costs if cost.cheaper_from is not None), dict.fromkeys(COMPARED))

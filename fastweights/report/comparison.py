@@ -23,7 +23,7 @@ PERPLEXITY = "validation perplexity"
 
 
 @dataclass(frozen=True)
-class Variant:
+class VariantRuns:
     """The runs of one variant, which differ in their seeds; `column` is empty where the table has no columns."""
 
     row: str
@@ -62,7 +62,7 @@ class Comparison:
     """The variants of one table; rows and columns are in the order in which the results name them."""
 
     name: str
-    variants: Sequence[Variant]
+    variants: Sequence[VariantRuns]
 
     @property
     def rows(self) -> list[str]:
@@ -84,7 +84,9 @@ def comparisons(entries: Sequence[RunEntry]) -> list[Comparison]:
         if name := table_of(entry):
             row, column = (_words((entry.run.cell or {}).get(part)) for part in ("row", "column"))
             places.setdefault(name, {}).setdefault((row or MISSING, column), []).append(entry)
-    return [Comparison(name, [Variant(*place, of) for place, of in found.items()]) for name, found in places.items()]
+    return [
+        Comparison(name, [VariantRuns(*place, of) for place, of in found.items()]) for name, found in places.items()
+    ]
 
 
 def table_of(entry: RunEntry) -> str:
@@ -190,7 +192,7 @@ def _plot(compared: Comparison, file: str) -> list[Plot]:
     return plot(file, panel, compared.entries, name=f"{compared.name} plot")
 
 
-def _look(compared: Comparison, variant: Variant) -> tuple[int, int]:
+def _look(compared: Comparison, variant: VariantRuns) -> tuple[int, int]:
     """Colour and dashes: of the row and the column where there are enough of both, else one after the other."""
     rows, columns = compared.rows, compared.columns
     if len(rows) <= len(COLOURS) and len(columns) <= len(DASHES):
@@ -198,7 +200,7 @@ def _look(compared: Comparison, variant: Variant) -> tuple[int, int]:
     return next(i for i, other in enumerate(compared.variants) if other is variant), 0
 
 
-def _lines(variant: Variant, colour: int, dash: int) -> list[Line]:
+def _lines(variant: VariantRuns, colour: int, dash: int) -> list[Line]:
     if len(variant.runs) > 1:
         return seed_lines(variant.label, [Curve.of(run) for run in variant.runs], colour, dash)
     failed = bool(variant.failed)

@@ -209,9 +209,9 @@ def _named_files(page: Path, text: str) -> list[Path]:
     """The files that the page names, those of a pattern sorted."""
     comments = list(FILES.finditer(_without_code(text)))
     if len(comments) != 1:
-        said = f"line {_line(text, comments[1].start())}: a second" if comments else "line 1: no"
+        where = f"line {_line(text, comments[1].start())}: a second" if comments else "line 1: no"
         raise ReportError(
-            f"{page}, {said} comment names the results: begin the page with one <!-- results: ../results/*.json -->, "
+            f"{page}, {where} comment names the results: begin the page with one <!-- results: ../results/*.json -->, "
             "paths as seen from the page"
         )
     line, files = _line(text, comments[0].start()), []

@@ -15,22 +15,22 @@ MOST_FILES = 8
 LONGEST_NAME = 24
 
 
-class Source(Protocol):
+class FromFile(Protocol):
     """Anything that comes from a result file."""
 
     @property
     def file(self) -> str: ...
 
 
-Sources = Iterable[Source]
+Sources = Iterable[FromFile]
 # Where something was measured: a distance, or the ends of a range.
 Place = tuple[int, ...]
 # Cells by place, by the title of their column.
 Columns = dict[str, Mapping[Place, str]]
 
 
-def source(sources: Sources) -> str:
-    """Of many files the first three: the last table of a report has all."""
+def source_note(sources: Sources) -> str:
+    """Name the files of the sources. Of many it names the first three, because the last table of a report has all."""
     files = list(dict.fromkeys(source.file for source in sources))
     shown = files if len(files) <= MOST_FILES else [*files[:2], f"{files[2]} and {len(files) - 3} more files"]
     return f"From {', '.join(shown)}."
@@ -47,7 +47,7 @@ def file_names(names: Sequence[str]) -> list[str]:
 
 def plot(file: str, panel: Panel | BarChart, sources: Sources, name: str = "") -> list[Plot]:
     """A plot, none where nothing was measured. Its name is that of its file unless one is given."""
-    caption = f"{panel.title}. {source(sources)}"
+    caption = f"{panel.title}. {source_note(sources)}"
     name = name or f"{file.replace('_', ' ')} plot"
     return [] if panel.is_empty else [Plot(f"plots/{file}.svg", partial(draw, panel), caption, name)]
 
@@ -63,7 +63,7 @@ def table(
     """A table, none without rows; columns in which nothing was measured are left out."""
     shown = [i for i in range(len(header)) if i < names or any(row[i] != MISSING for row in rows)]
     cells = [[row[i] for i in shown] for row in rows]
-    return [Table([header[i] for i in shown], cells, names, source(sources) + note, name)] if rows else []
+    return [Table([header[i] for i in shown], cells, names, source_note(sources) + note, name)] if rows else []
 
 
 def pivot(name: str, header: Sequence[str], columns: Columns, sources: Sources) -> list[Table]:

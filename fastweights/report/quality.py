@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fastweights.report.page import Plot, Table
 from fastweights.report.parts import Columns, colour_of, file_names, is_wide, pivot, plot, table
 from fastweights.report.plots import Line, Panel, Point
-from fastweights.report.results import ModelEntry, base_of
+from fastweights.report.results import ModelEntry, base_entry
 from fastweights.report.text import (
     MISSING,
     bytes_text,
@@ -29,7 +29,7 @@ SHARES = ("acc", "exact_match", "em", "f1")
 
 def losses(models: Sequence[ModelEntry]) -> list[str]:
     """In words: what each model has lost against its base."""
-    pairs = [(model, base) for model in models if (base := base_of(model, models))]
+    pairs = [(model, base) for model in models if (base := base_entry(model, models))]
     return [line for model, base in pairs for line in (*_perplexity_words(model, base), *_recall_words(model, base))]
 
 
@@ -79,7 +79,7 @@ def model_tables(models: Sequence[ModelEntry]) -> list[Table]:
     ]
     rows = [(entry, row) for entry in models for row in _perplexities(entry)]
     header = ["model", "data", "window", "context", "perplexity", "× base", "by word", "bits per byte", "tokens"]
-    cells = [_perplexity_cells(entry, base_of(entry, models), row) for entry, row in rows]
+    cells = [_perplexity_cells(entry, base_entry(entry, models), row) for entry, row in rows]
     return [
         *table("models", ["model", "rule", "parameters", "state"], about, models, names=2),
         *table("perplexity", header, cells, [entry for entry, _ in rows], names=2),
@@ -207,7 +207,7 @@ def task_tables(models: Sequence[ModelEntry]) -> list[Table]:
     rows = [
         [task, metric, entry.label, *_score_cells(metrics, _tasks(base).get(task, {}), metric)]
         for entry in measured
-        for base in [base_of(entry, models)]
+        for base in [base_entry(entry, models)]
         for task, metrics in _tasks(entry).items()
         for metric in metrics
         if "_stderr" not in metric
@@ -232,7 +232,7 @@ def _average_tables(measured: Sequence[ModelEntry]) -> list[Table]:
     several = len(bases) > 1
     rows = []
     for entry in measured:
-        compared = [base if base is not entry else None for base in bases] if several else [base_of(entry, measured)]
+        compared = [base if base is not entry else None for base in bases] if several else [base_entry(entry, measured)]
         shares = [None if base is None else ratio(means[entry.label], means[base.label]) for base in compared]
         rows.append([entry.label, percent_text(means[entry.label]), *map(percent_text, shares)])
     names = [f"of {base.label}'s" for base in bases] if several else ["of the base's"]

@@ -178,7 +178,7 @@ def _labelled(found: Sequence[Named[Item]]) -> list[Named[Item]]:
     return labelled
 
 
-def base_of(model: ModelEntry, models: Sequence[ModelEntry]) -> ModelEntry | None:
+def base_entry(model: ModelEntry, models: Sequence[ModelEntry]) -> ModelEntry | None:
     """What a converted model is compared with: the unconverted model of its own file, else of any, else the first."""
     unconverted = [other for other in models if not other.converted]
     nearest = [other for other in unconverted if other.files & model.files] or unconverted or list(models)

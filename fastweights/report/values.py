@@ -133,8 +133,8 @@ def _selected(items: list[Any], select: str) -> list[Any]:
         return items
     if re.fullmatch(r"-?\d+", select):
         return items[int(select) :][:1]
-    wanted = dict(condition.split("=", 1) for condition in _CONDITIONS.split(select) if "=" in condition)
-    return [item for item in items if wanted and all(_plain_text(item.get(key)) == wanted[key] for key in wanted)]
+    conditions = [condition.split("=", 1) for condition in _CONDITIONS.split(select) if "=" in condition]
+    return [item for item in items if conditions and all(_plain_text(item.get(key)) == v for key, v in conditions)]
 
 
 def _is_number(value: Any) -> bool:

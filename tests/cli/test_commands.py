@@ -21,7 +21,7 @@ from fastweights.config import ConfigError, FastWeightsConfig
 from fastweights.loading import load, load_tokenizer
 from fastweights.modeling.cache import FastWeightsCache
 from fastweights.modeling.classes import FastWeightsMixin
-from fastweights.modeling.generation import GenerationMixin
+from fastweights.modeling.generation import FastWeightsGenerationMixin
 from fastweights.training.recipe import RECIPE_FOLDER, load_recipe
 
 
@@ -264,13 +264,13 @@ def test_sampling_uses_all_tokens_by_default(tmp_path: Path, monkeypatch: pytest
     """transformers' default of the 50 likeliest would cut the tail of the distribution. It is transformers that
     generates where there are beams."""
     given: dict[str, Any] = {}
-    real = GenerationMixin.generate
+    real = FastWeightsGenerationMixin.generate
 
     def spy(self: Any, *args: Any, **kwargs: Any) -> Any:
         given.update(kwargs)
         return real(self, *args, **kwargs)
 
-    monkeypatch.setattr(GenerationMixin, "generate", spy)
+    monkeypatch.setattr(FastWeightsGenerationMixin, "generate", spy)
     folder = save_model(tmp_path, m=8)
     succeed("generate", folder, "--prompt", "Hi", "--max-new-tokens", 2, "--temperature", 0.5, "--num-beams", 2)
     assert (given["do_sample"], given["temperature"], given["top_k"], given["top_p"]) == (True, 0.5, 0, 1.0)

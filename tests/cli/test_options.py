@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 from helpers.cli import error_of, save_model
 
 from fastweights.cli.compare import compare
 from fastweights.cli.convert import convert
-from fastweights.cli.options import flag_of
+from fastweights.cli.options import flag_of, reports_errors
 from fastweights.cli.profile import profile
 from fastweights.cli.train import train
 from fastweights.config import ConfigError
@@ -63,3 +64,17 @@ def test_damaged_config_is_not_blamed_on_a_flag(tmp_path: Path) -> None:
     config.write_text(config.read_text().replace('"m": 4', '"m": 0'))
     message = error_of("info", folder)
     assert "m must be" in message and "--m" not in message and str(folder) in message
+
+
+def test_only_errors_of_the_library_become_one_line() -> None:
+    """A ValueError of a bug has to show where it comes from."""
+
+    @reports_errors
+    def command(error: Exception) -> None:
+        raise error
+
+    with pytest.raises(typer.Exit) as ended:
+        command(ConfigError(Argument("m"), " is odd"))
+    assert ended.value.exit_code == 2
+    with pytest.raises(ValueError, match="a bug"):
+        command(ValueError("a bug"))

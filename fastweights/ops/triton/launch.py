@@ -32,7 +32,7 @@ OPERANDS = {
     torch.float16: (tl.float32, "tf32"),
     torch.float32: (tl.float32, "tf32x3"),
 }
-# Programs per multiprocessor that a split aims for. Several hide each other's memory latency. The backward pass needs
+# Programs per multiprocessor that a split targets. Several hide each other's memory latency. The backward pass needs
 # more registers, so fewer of its programs run at a time; more and shorter ones leave less of the GPU idle at the end.
 FORWARD_PROGRAMS, BACKWARD_PROGRAMS = 3, 6
 

@@ -159,8 +159,8 @@ def cumulative_products(log, OPERAND: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def document_ids(reset, TILE: tl.constexpr):
-    """From the resets in a tile: the number of each token's document [TILE], and that of the last one.
+def document_ids(reset):
+    """From the resets in a tile: the index of each token's document [TILE], and that of the last one.
 
     Document 0 is the one that started before the tile.
     """

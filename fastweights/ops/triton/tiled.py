@@ -116,7 +116,7 @@ def forward(
         q_from_start, k_to_end = q_in * f_root[None, :], k_in * f_root[None, :]
         state_decay = (z_root * z_root)[:, None] * (f_root * f_root)[None, :]
         if HAS_FLAGS:
-            document, last = document_ids(reset, TILE)
+            document, last = document_ids(reset)
             # Pairs count within one document. Only document 0 sees the state before the tile, only the last one is in
             # the state after it, and the old state survives if no document starts in the tile.
             pairs = pairs & (document[:, None] == document[None, :])
@@ -192,7 +192,7 @@ def backward(
         if INPUT_GATE:
             key = kt * one_minus_gate
         # Strictly below the diagonal: a token's own term (q_t . k_t) v_t has no gate in it. It is handled apart (`own`,
-        # `down`) and kept out of the sums for the gate gradients, where its two parts are equal and would have to
+        # `down`) and excluded from the sums for the gate gradients, where its two parts are equal and would have to
         # cancel. With small gates they are nearly all there is.
         pairs = lower_triangle(TILE, 1)
         q_in, k_in, v_in, dy_in = qt * f_run, key * f_inv, vt * z_inv, dyt * z_run
@@ -203,7 +203,7 @@ def backward(
         v_in, dy_in = round_to_operand(v_in, OPERAND), round_to_operand(dy_in, OPERAND)
         state_decay = (z_root * z_root)[:, None] * (f_root * f_root)[None, :]
         if HAS_FLAGS:
-            document, last = document_ids(reset, TILE)
+            document, last = document_ids(reset)
             pairs = pairs & (document[:, None] == document[None, :])
             q_from_start = tl.where((document == 0)[:, None], q_from_start, 0.0)
             dy_from_start = tl.where((document == 0)[:, None], dy_from_start, 0.0)
@@ -315,7 +315,7 @@ def segment_sums(
             z_log_decay = sum_over_tokens(log, OPERAND)
         state_decay = tl.exp2(z_log_decay)[:, None] * tl.exp2(f_log_decay)[None, :]
         if HAS_FLAGS:
-            document, last = document_ids(reset, TILE)
+            document, last = document_ids(reset)
             at = tl.where((document == (0 if REVERSE else last))[:, None], at, 0.0)
             state_decay = tl.where(last == 0, state_decay, 0.0)
             survives = tl.where(last == 0, survives, 0.0)

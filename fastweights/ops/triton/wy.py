@@ -45,7 +45,7 @@ def load_keys(k, g, i, is_real, reset, heads, mi, m, HAS_FLAGS: tl.constexpr, TI
     same, survives = lower_triangle(TILE, -TILE), 1.0
     reads_start, in_end = (i >= 0)[:, None], (i >= 0)[:, None]
     if HAS_FLAGS:
-        document, last = document_ids(reset, TILE)
+        document, last = document_ids(reset)
         same = document[:, None] == document[None, :]
         reads_start, in_end = (document == 0)[:, None], (document == last)[:, None]
         survives = tl.where(last == 0, 1.0, 0.0)
