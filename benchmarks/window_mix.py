@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import fastweights as fw
 from fastweights.loading import load, load_tokenizer
-from fastweights.training.losses import answer, capture_attention
+from fastweights.training.losses import capture_attention, layer_output
 from fastweights.utils.provenance import write_result
 
 HELD_OUT_SHARE = 0.05
@@ -161,9 +161,9 @@ def transfer_step(teacher: Any, attentions: list, rows: Tensor, device: str) -> 
         captured = capture_attention(teacher, batch)
     for index, attention in enumerate(attentions):
         with torch.autocast(device, torch.bfloat16):
-            found = answer(attention, captured[index], batch)
+            output = layer_output(attention, captured[index], batch)
         target = captured[index].output.float()
-        (F.mse_loss(found.float(), target) / target.square().mean()).backward()
+        (F.mse_loss(output.float(), target) / target.square().mean()).backward()
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ def test_positive_maps_can_be_sum_normalized(name: str) -> None:
 
 @pytest.mark.parametrize("name", FEATURE_MAPS)
 @pytest.mark.parametrize("rule", ["add", "gated", "delta"])
-def test_attention_normaliser_goes_with_every_map(rule: str, name: str) -> None:
+def test_attention_normalizer_is_accepted_with_every_map(rule: str, name: str) -> None:
     config = FastWeightsConfig(rule=rule, feature_map=name, normalize="attention")
     assert config.normalizes_attention
     assert not config.normalizes_sum

@@ -25,7 +25,7 @@ def tables(folder: Path, results: dict[str, Any]) -> dict[str, str]:
     return {name: block_markdown(part) + "\n" for name, part in parts.items() if not isinstance(part, Plot)}
 
 
-def test_every_committed_run_of_the_paper_has_a_place() -> None:
+def test_every_committed_run_of_the_paper_has_a_cell() -> None:
     assert sorted(f"{name}.json" for name in FILES) == sorted(path.name for path in RESULTS.glob("*.json"))
     parts = paper_tables()
     assert list(parts) == ["Table 1", "Table 1 plot", "Table 2", "Table 2 plot"]
@@ -66,7 +66,7 @@ def test_a_table_with_columns_has_ours_beside_the_papers(tmp_path: Path) -> None
     assert "Of several seeds the mean, in brackets the lowest and the highest." in words
 
 
-def test_a_table_without_columns_is_a_list(tmp_path: Path) -> None:
+def test_table_without_columns_has_a_row_for_each_variant(tmp_path: Path) -> None:
     rows = table(tables(tmp_path, TABLE_2)["Table 2"], "Table 2")
     test, with_context = ("wiki.test.raw.xz, context 0", "wiki.test.raw.xz, context 480")
     perplexity = "validation perplexity"
@@ -87,11 +87,11 @@ def test_a_table_without_columns_is_a_list(tmp_path: Path) -> None:
 def test_the_order_is_compared_with_the_papers(tmp_path: Path) -> None:
     found = tables(tmp_path, TABLE_1 | TABLE_2)
     # 6 cells: no map < add < delta here, but delta < add in the paper; two diverged in both, which are no pair
-    said = (
+    expected = (
         "Order of 6 cells against the paper's, diverged as the worst: Kendall's tau 0.86, "
         "1 of 15 pairs ordered differently (here add (baseline) is better than delta (baseline))."
     )
-    assert said in found["Table 1"]
+    assert expected in found["Table 1"]
     same = "Order of 3 cells against the paper's: Kendall's tau 1.00, none of 3 pairs ordered differently."
     assert same in found["Table 2"]
 
@@ -122,19 +122,19 @@ def test_order_needs_two_values_on_both_sides(tmp_path: Path) -> None:
     ("ours", "paper", "tau"),
     [([1, 2, 3, 4], [1, 3, 2, 4], 2 / 3), ([1, 2, 2, 5], [4, 4, 1, 2], -0.4), ([9, 9, 1], [1, 2, 2], -0.5)],
 )
-def test_kendall_counts_ties(ours: list[int], paper: list[int], tau: float) -> None:
+def test_kendall_tau_counts_ties(ours: list[int], paper: list[int], tau: float) -> None:
     pairs = itertools.combinations(zip(ours, paper, strict=True), 2)
     orders = [((a > c) - (a < c), (b > d) - (b < d)) for (a, b), (c, d) in pairs]
     assert kendall(orders) == pytest.approx(tau)
     assert kendall([]) is None and kendall([(0, 1)]) is None
 
 
-def test_a_paper_value_that_is_not_finite_diverged(tmp_path: Path) -> None:
+def test_paper_value_that_is_not_finite_is_shown_as_diverged(tmp_path: Path) -> None:
     rows = table(tables(tmp_path, {"b": in_table_2("b", NAN, NAN)})["Table 2"], "seeds")
     assert (rows[0]["validation perplexity"], rows[0]["paper"]) == ("diverged", "diverged")
 
 
-def test_what_a_cell_says_may_be_odd_or_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_malformed_or_missing_cells_are_shown_without_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastweights.report.parts.draw", lambda panel: "")
     for place in ("table", "row", "column", "paper"):
         for value in (NAN, INFINITY, -1, 0, None, "", "?", [], {}, True, [{}], [1]):
@@ -145,7 +145,7 @@ def test_what_a_cell_says_may_be_odd_or_missing(tmp_path: Path, monkeypatch: pyt
             tables(tmp_path, TABLE_2 | {"odd": TABLE_2["decay"] | {"cell": cell}})
 
 
-def test_some_cells_without_a_column_have_their_own(tmp_path: Path) -> None:
+def test_cells_without_a_column_get_a_column_of_their_own(tmp_path: Path) -> None:
     runs = {
         "a": in_table_1("add", "no map", 20.0, 28.0),
         "b": run({"table": "Table 1", "row": "base", "paper": 14}, 15.0),

@@ -371,14 +371,14 @@ def test_state_flags_need_a_converted_model(base: Path, tmp_path: Path, flag: st
 
 def test_output_folder_below_a_file_is_refused(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "file"
-    file.write_text("kept")
+    file.write_text("old")
     forbid_loading(monkeypatch)
     for target in (file / "x", file / "x" / "y"):
         found = error_of("convert", base, "-o", target)
         assert found == f"cannot write to {target}: Not a directory; choose another output folder"
         with pytest.raises(CheckpointError, match="cannot write to"):
             save(pretrained("gpt2"), target)
-    assert file.read_text() == "kept"
+    assert file.read_text() == "old"
 
 
 def test_output_folder_that_is_a_file_is_refused(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,7 +390,7 @@ def test_output_folder_that_is_a_file_is_refused(base: Path, tmp_path: Path, mon
 
 def test_output_folder_that_is_not_empty_is_refused(base: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out.mkdir()
-    (out / "precious").write_text("kept")
+    (out / "precious").write_text("old")
     message = f"{out} exists and is not empty: choose another output folder, or pass "
     with pytest.raises(CheckpointError, match=re.escape(f"{message}overwrite")):
         save(pretrained("gpt2"), out)

@@ -160,8 +160,8 @@ def state_bytes(folder: Path) -> int:
 
 def test_info_describes_a_converted_model(tmp_path: Path) -> None:
     text = succeed("info", save_model(tmp_path, m=8, window=3)).stdout
-    for said in ("gpt2", "decay", "window", "2 of 2", "float32", "against the base model", "1,024", "8,192", "65,536"):
-        assert said in text
+    for part in ("gpt2", "decay", "window", "2 of 2", "float32", "against the base model", "1,024", "8,192", "65,536"):
+        assert part in text
     assert f"{state_bytes(tmp_path):,} bytes" in text
 
 

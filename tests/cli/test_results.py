@@ -78,9 +78,9 @@ def test_profile_adds_the_base_of_a_converted_model(models: tuple[Path, Path]) -
 
 
 def test_profile_measures_packaged_model_and_layer_by_default(tmp_path: Path) -> None:
-    said = succeed("profile", "--lengths", "4,8", "--batch", 2, "-o", tmp_path / "cost.json").stderr
-    assert "on cpu: one layer, batch 2, heads 1, d = m = 64, after 4, 8 tokens" in said
-    assert "on cpu: packaged, decay, batch 2, after 4, 8 tokens" in said
+    output = succeed("profile", "--lengths", "4,8", "--batch", 2, "-o", tmp_path / "cost.json").stderr
+    assert "on cpu: one layer, batch 2, heads 1, d = m = 64, after 4, 8 tokens" in output
+    assert "on cpu: packaged, decay, batch 2, after 4, 8 tokens" in output
     result = json.loads((tmp_path / "cost.json").read_text())
     assert [m["name"] for m in result["models"]] == ["packaged", "decay"]
     assert [m["name"] for m in result["layer"]["models"]] == ["attention", "decay", "delta"]
@@ -132,8 +132,8 @@ def test_profile_refuses_bad_combinations(layer_result: Path, tmp_path: Path, mo
 def test_profile_without_matplotlib_writes_the_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     target = tmp_path / "layer.json"
-    said = succeed("profile", "--layer", "--lengths", "4", "--batch", 2, "-o", target).stderr
-    assert f"pip install 'fastweights[plot]', then fastweights profile --from {target}" in said
+    output = succeed("profile", "--layer", "--lengths", "4", "--batch", 2, "-o", target).stderr
+    assert f"pip install 'fastweights[plot]', then fastweights profile --from {target}" in output
     assert [p.name for p in tmp_path.iterdir()] == ["layer.json"]
     assert "pip install 'fastweights[plot]'" in run("profile", "--from", target).stderr
 

@@ -181,11 +181,11 @@ def test_nothing_is_read_beyond_the_limit(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(data, "BATCH_CHARACTERS", 1)
     file = write(tmp_path / "a.jsonl", json_lines(DOCUMENTS) + "not JSON")
     tokens, starts = naive_tokens(DOCUMENTS)
-    for limit, kept in ((starts[2] + 5, [*DOCUMENTS[:2], DOCUMENTS[2][:4]]), (starts[1], DOCUMENTS[:1])):
+    for limit, read in ((starts[2] + 5, [*DOCUMENTS[:2], DOCUMENTS[2][:4]]), (starts[1], DOCUMENTS[:1])):
         found = tokens_of(file, limit=limit)
-        assert found.tokens.tolist() == tokens[:limit] and found.starts.tolist() == starts[: len(kept)]
-        assert found.meta["bytes"] == len("".join(kept).encode())
-        assert found.meta["words"] == len(" ".join(kept).split())
+        assert found.tokens.tolist() == tokens[:limit] and found.starts.tolist() == starts[: len(read)]
+        assert found.meta["bytes"] == len("".join(read).encode())
+        assert found.meta["words"] == len(" ".join(read).split())
 
 
 def test_lone_surrogates_and_ids_beyond_the_vocabulary_size_are_stored(tmp_path: Path) -> None:
@@ -360,7 +360,7 @@ def test_damaged_file_is_named_with_its_line(name: str, tmp_path: Path, cache: P
 def test_bad_sources_and_arguments_are_refused(source: Path, tmp_path: Path) -> None:
     write(tmp_path / "folder" / "notes.md", "text")
     assert "folder has no file to read: in a folder these are .txt, .jsonl, .json, .pa" in error_of(tmp_path / "folder")
-    assert "model is a model's folder: give a text" in error_of(save_model(tmp_path / "model"))
+    assert "model is a model's folder: give text files" in error_of(save_model(tmp_path / "model"))
     for name in ("nothing.txt", "hf:"):
         assert f"{name}: there is no such file or folder; give a text, JSON lines or" in error_of(name)
     assert error_of(source, limit=0) == "limit must be at least 1 token, found 0"

@@ -178,7 +178,7 @@ def test_on_token_gets_every_token_and_stop_tokens_end_sequences() -> None:
     assert cut == [greedy(model, prompt, 12, eos_token_id=[stop]) for prompt in prompts]
 
 
-def test_one_new_token_no_prompts_and_prompts_as_lists() -> None:
+def test_one_new_token_no_prompts_and_prompts_as_lists_are_accepted() -> None:
     model, prompts = converted(), prompts_of(3, 1, 6)
     assert fw.Engine(model, batch_size=2).generate(prompts, 1) == [greedy(model, prompt, 1) for prompt in prompts]
     assert fw.Engine(model).generate([]) == []

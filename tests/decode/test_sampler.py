@@ -104,11 +104,11 @@ def test_top_k_and_top_p_filters_match_transformers() -> None:
     logits[1, :2] = 0.0  # two tokens with half of the probability each
     top_k, top_p = torch.tensor([1, 5, VOCAB, 30, 9]), torch.tensor([1.0, 0.5, 0.9, 0.2, 0.99])
     scores, order = filter_scores(logits, top_k, top_p)
-    kept = torch.zeros_like(scores).scatter(1, order, scores)
+    filtered = torch.zeros_like(scores).scatter(1, order, scores)
     for row in range(5):
         expected = TopKLogitsWarper(int(top_k[row]))(None, logits[row : row + 1])
         expected = TopPLogitsWarper(float(top_p[row]))(None, expected)
-        assert_close("probabilities", kept[row].softmax(-1), expected[0].softmax(-1), 1e-6)
+        assert_close("probabilities", filtered[row].softmax(-1), expected[0].softmax(-1), 1e-6)
 
 
 def test_noise_of_neighbouring_positions_and_seeds_is_independent() -> None:

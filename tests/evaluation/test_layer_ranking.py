@@ -75,17 +75,17 @@ def nearly_the_base() -> Any:
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-@pytest.mark.parametrize("kept", [0, 1])
-def test_restored_layer_equals_that_of_a_hybrid(family: str, kept: int) -> None:
+@pytest.mark.parametrize("layer", [0, 1])
+def test_restored_layer_equals_that_of_a_hybrid(family: str, layer: int) -> None:
     """One that was converted without it, with the other weights of the student."""
     student, teacher = converted(pretrained(family), noise=0.05), pretrained(family)
-    hybrid = converted(pretrained(family), layers=(1 - kept,))
-    attention = f"{family_of(student).layers}.{kept}.{family_of(student).attention}."
+    hybrid = converted(pretrained(family), layers=(1 - layer,))
+    attention = f"{family_of(student).layers}.{layer}.{family_of(student).attention}."
     trained = {name: x for name, x in student.state_dict().items() if not name.startswith(attention)}
     missing = hybrid.load_state_dict(trained, strict=False)
     assert not missing.unexpected_keys and all(name.startswith(attention) for name in missing.missing_keys)
     expected, before = logits(hybrid), logits(student)
-    with restored(student, teacher, [kept]):
+    with restored(student, teacher, [layer]):
         found = logits(student)
     for one, other, plain in zip(found, expected, before, strict=True):
         assert torch.equal(one, other) and not torch.equal(one, plain)

@@ -222,17 +222,17 @@ def test_unknown_tasks_and_missing_files_are_named(folder: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "reason"),
     (
         ('{"sentence": "_ b.", "option1": "x", "answer": "1"}', "without option2"),
         ('{"sentence": ', "not JSON: Expecting value"),
         ("5", "without sentence, option1, option2, answer"),
     ),
 )
-def test_bad_item_is_named_with_its_line(folder: Path, line: str, said: str) -> None:
+def test_bad_item_is_named_with_its_line(folder: Path, line: str, reason: str) -> None:
     (folder / "winogrande_val.jsonl.xz").unlink()
     (folder / "winogrande_val.jsonl").write_text(json.dumps(ITEMS["winogrande_val"][0]) + "\n" + line + "\n")
-    with pytest.raises(EvaluationError, match=f"winogrande_val.jsonl, line 2: not an item of winogrande, {said}"):
+    with pytest.raises(EvaluationError, match=f"winogrande_val.jsonl, line 2: not an item of winogrande, {reason}"):
         run_tasks(converted(), tokenizer(), ["winogrande"], task_folder=folder)
     assert run_tasks(converted(), tokenizer(), ["winogrande"], task_folder=folder, limit=1)
 

@@ -70,7 +70,7 @@ def test_text_shorter_than_a_window_is_scored_at_once() -> None:
     assert perplexity(model, tokenizer(), TEXT[:40], length=400, context=399, **QUIET).nll == whole.nll
 
 
-def test_perplexity_units() -> None:
+def test_perplexity_is_reported_per_token_word_and_byte() -> None:
     found = perplexity(converted(), tokenizer(), "ab cd\n ef?", **QUIET)
     assert (found.tokens, found.words, found.bytes) == (10, 3, 10)
     assert found.token == pytest.approx(math.exp(found.nll / 10))
@@ -117,7 +117,7 @@ def _spoil(module: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "settings", "said"),
+    ("text", "settings", "reason"),
     (
         ("", {}, "the text is empty"),
         (" \n", {}, "the text is empty"),
@@ -128,8 +128,8 @@ def _spoil(module: nn.Module) -> None:
         (TEXT, dict(batch_size=0), "batch_size 0"),
     ),
 )
-def test_bad_text_or_window_is_refused(text: str, settings: dict[str, int], said: str) -> None:
-    with pytest.raises(EvaluationError, match=said):
+def test_bad_text_or_window_is_refused(text: str, settings: dict[str, int], reason: str) -> None:
+    with pytest.raises(EvaluationError, match=reason):
         perplexity(converted(), tokenizer(), text, **dict(length=16) | settings, **QUIET)
 
 
@@ -194,7 +194,7 @@ def test_long_windows_read_in_chunks_give_the_same_losses(model: Any, monkeypatc
 
     at_once = both()
     monkeypatch.setattr(evaluation, "CHUNK", 16)
-    in_pieces = both()
-    for one, other in zip(at_once[0], in_pieces[0], strict=True):
+    chunked = both()
+    for one, other in zip(at_once[0], chunked[0], strict=True):
         assert one.to_dict() == pytest.approx(other.to_dict(), rel=1e-5)
-    assert at_once[1] == pytest.approx(in_pieces[1], rel=1e-5)
+    assert at_once[1] == pytest.approx(chunked[1], rel=1e-5)

@@ -29,7 +29,7 @@ def _spoil(module: nn.Module) -> None:
 
 
 class Fake(nn.Module):
-    """A causal model without weights, which answers with `logits_of(tokens)` and remembers what it was asked."""
+    """A causal model without weights, which returns `logits_of(tokens)` and records its inputs."""
 
     def __init__(self, logits_of: Any) -> None:
         super().__init__()
@@ -46,11 +46,11 @@ class Fake(nn.Module):
 def looks_up(tokens: torch.Tensor) -> torch.Tensor:
     """The token that followed the last token when it was there before."""
     logits = torch.zeros(*tokens.shape, 400)
-    for row, answers in zip(tokens.tolist(), logits, strict=True):
+    for row, scores in zip(tokens.tolist(), logits, strict=True):
         followers: dict[int, int] = {}
         for i, token in enumerate(row):
             if token in followers:
-                answers[i, followers[token]] = 1.0
+                scores[i, followers[token]] = 1.0
             if i + 1 < len(row):
                 followers[token] = row[i + 1]
     return logits
@@ -95,7 +95,7 @@ def test_recall_is_deterministic_given_the_seed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "reason"),
     (
         (dict(distances=(8,)), "distances of at least 16 tokens.*found distances .8."),
         (dict(distances=()), "found distances"),
@@ -103,8 +103,8 @@ def test_recall_is_deterministic_given_the_seed() -> None:
         (dict(pairs=20), "and 30 tokens"),
     ),
 )
-def test_recall_with_too_few_positions_or_tokens_is_refused(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(EvaluationError, match=said):
+def test_recall_with_too_few_positions_or_tokens_is_refused(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(EvaluationError, match=reason):
         recall_probe(converted(), samples=2, **settings, **QUIET)
 
 

@@ -29,7 +29,7 @@ CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,!?'\n"
 
 
 def tokenizer() -> Any:
-    """One token for each character, in a vocabulary as large as the tiny models'; <s> begins a text."""
+    """One token for each character, in a vocabulary as large as the tiny models'; <s> is the first token of a text."""
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<s>", *CHARACTERS])}
     assert len(vocabulary) == VOCAB
     backend = Tokenizer(WordLevel(vocabulary, unk_token="?"))

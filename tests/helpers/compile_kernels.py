@@ -26,7 +26,7 @@ TYPES = {
     torch.int32: "*i32",
 }
 SHARED_BYTES = 227 * 1024
-# Triton 3.6 compiles such a shift of two packed numbers in 64 bits, so that the lower one ends in the upper one.
+# Triton 3.6 compiles such a shift of two packed values in 64 bits, so that the lower one ends in the upper one.
 SPILLING = re.compile(r"shl nuw[a-z ]*<2 x i32> [^,]+, <i32 (?:3[01]|2\d)\b")
 
 

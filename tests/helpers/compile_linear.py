@@ -16,7 +16,7 @@ from fastweights.ops import linear
 from fastweights.ops.triton import decode_linear
 from helpers.compile_kernels import compile_only
 
-# columns, inner numbers, what stands around; each without and with a norm's sums that are given or handed on
+# columns, inner size, epilogue; each without and with a norm's sums that are given or handed on
 LAYERS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "qkv": (2016, 576, dict(norm="rms")),
     "outer": (576, 576, dict(add=True)),
@@ -44,8 +44,11 @@ class Compiler:
 
 
 def check_pipeline(ir: str, stages: int) -> str:
-    """In a turn of the loop tile t is multiplied and tile t + stages - 1 is copied, with as many buffers as stages to
-    where tile t - 1 was. So products of this turn may be under way when the copies start, but of no turn before."""
+    """Check that the copies of an iteration overwrite no tile in use.
+
+    An iteration multiplies tile t and copies tile t + stages - 1 to the buffer of tile t - 1. Products of this
+    iteration may be under way when the copies start, but none of an earlier one.
+    """
     if DOT not in ir:
         return "no warp groups"
     start = ir.rindex("scf.for", 0, ir.index(DOT))

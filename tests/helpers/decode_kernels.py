@@ -31,7 +31,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 kernels = [needs_triton, pytest.mark.filterwarnings("ignore")]
 
 
-def numbers(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+def randn(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
 
 
@@ -42,14 +42,14 @@ def layer_case(
     number), and what should come of it."""
     activation, gated, norm_kind, has_bias, add = case
     device = DEVICE if way == "kernel" else "cpu"
-    weight = numbers(n * (2 if gated else 1), k, seed=1, scale=k**-0.5).to(device, dtype)
-    bias = numbers(len(weight), seed=2).to(device, dtype) if has_bias else None
-    norm_bias = numbers(k, seed=4).to(device, dtype) if norm_kind == "layer" else None
-    norm_weight = (1 + 0.2 * numbers(k, seed=3)).to(device, dtype)
+    weight = randn(n * (2 if gated else 1), k, seed=1, scale=k**-0.5).to(device, dtype)
+    bias = randn(len(weight), seed=2).to(device, dtype) if has_bias else None
+    norm_bias = randn(k, seed=4).to(device, dtype) if norm_kind == "layer" else None
+    norm_weight = (1 + 0.2 * randn(k, seed=3)).to(device, dtype)
     norm = Norm(norm_weight, norm_bias, 1e-5, norm_kind == "layer") if norm_kind != "none" else None
     if x is None:
-        x = F.pad(numbers(rows, k, seed=5) + 0.5, (0, 0, 1, 1), value=math.nan).to(device, dtype)[1:-1]
-    before = numbers(rows, n, seed=6).to(device, dtype)
+        x = F.pad(randn(rows, k, seed=5) + 0.5, (0, 0, 1, 1), value=math.nan).to(device, dtype)[1:-1]
+    before = randn(rows, n, seed=6).to(device, dtype)
     layer = FusedLinear(weight, bias, norm, activation, gated, kernel=way == "kernel")
 
     wide = x.double()

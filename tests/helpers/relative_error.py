@@ -31,7 +31,7 @@ def assert_close(name: str, found: Any, expected: Any, tolerance: float, least: 
     found, expected = (torch.as_tensor(x).detach().double() for x in (found, expected))
     assert found.shape == expected.shape, f"{name}: shape {list(found.shape)}, expected {list(expected.shape)}"
     assert torch.isfinite(expected).all(), f"{name}: what is expected is not finite"
-    assert torch.isfinite(found).all(), f"{name}: {int((~torch.isfinite(found)).sum())} numbers are not finite"
+    assert torch.isfinite(found).all(), f"{name}: {int((~torch.isfinite(found)).sum())} elements are not finite"
     error = float((found - expected).norm()) / max(float(expected.norm()), least)
     assert error <= tolerance, f"{name}: relative error {error:.2e}, allowed {tolerance:.0e}"
 
@@ -57,7 +57,7 @@ def op_inputs(
     normalize: bool = False,
     state: bool = True,
 ) -> dict[str, Tensor]:
-    """Arguments of ops.<rule>, by name; the same numbers for every dtype. With normalize, what is divided by is
+    """Arguments of ops.<rule>, by name; the same values for every dtype. With normalize, what is divided by is
     positive; delta's keys have length 1, without which its state grows without bound."""
     generator = torch.Generator().manual_seed(seed)
 

@@ -35,10 +35,10 @@ def converted(family: str = "llama", **settings: Any) -> Any:
 
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("settings", VARIANTS, ids=lambda s: s["rule"])
-def test_saves_and_loads_to_the_bit(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
+def test_saved_model_loads_with_identical_logits(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
     model, ids = converted(family, **settings), tokens(2, 9)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 1, "the checkpoint was meant to be in shards"
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1, "the checkpoint must be in shards for this test"
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(loaded) is type(model)
     assert fw.FastWeightsConfig.from_dict(loaded.config.fastweights) == fw.FastWeightsConfig(**settings)
@@ -47,7 +47,7 @@ def test_saves_and_loads_to_the_bit(family: str, settings: dict[str, Any], tmp_p
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_a_base_from_a_disk_is_saved_and_loaded(family: str, tmp_path: Path) -> None:
+def test_conversion_of_a_loaded_base_round_trips(family: str, tmp_path: Path) -> None:
     """Loading may rename tensors, which saving would undo."""
     pretrained(family).save_pretrained(tmp_path / "base")
     model = fw.convert(fw.load(tmp_path / "base"), fw.FastWeightsConfig(m=4))
@@ -59,7 +59,7 @@ def test_a_base_from_a_disk_is_saved_and_loaded(family: str, tmp_path: Path) -> 
         model = loaded
 
 
-def test_gemma2_keeps_the_cap_of_its_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_converted_gemma2_has_its_logit_softcap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By every way to a model, also where transformers would take SDPA, which has none."""
     base = pretrained("gemma2")
     base.save_pretrained(tmp_path / "base")
@@ -77,7 +77,7 @@ def test_gemma2_keeps_the_cap_of_its_logits(tmp_path: Path, monkeypatch: pytest.
     assert plain._attn_implementation == "sdpa"
 
 
-def test_dtype_and_device_arguments(tmp_path: Path) -> None:
+def test_from_pretrained_takes_dtype_and_device_map(tmp_path: Path) -> None:
     converted().save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, device_map="cpu")
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
@@ -95,15 +95,15 @@ def test_conversion_happens_in_place_and_keeps_dtype_and_mode() -> None:
     assert model.transformer.h[0].attn.training
 
 
-def test_layers_not_named_stay_as_they_were() -> None:
+def test_layers_that_are_not_converted_keep_their_weights() -> None:
     base = pretrained("llama")
-    kept = copy.deepcopy(base.model.layers[0].self_attn.state_dict())
+    before = copy.deepcopy(base.model.layers[0].self_attn.state_dict())
     model = fw.convert(base, fw.FastWeightsConfig(m=4, layers=(1,)))
     for name, tensor in model.model.layers[0].self_attn.state_dict().items():
-        assert torch.equal(tensor, kept[name])
+        assert torch.equal(tensor, before[name])
 
 
-def test_a_wide_local_window_is_the_pretrained_attention() -> None:
+def test_local_rule_with_a_wide_window_equals_pretrained_attention() -> None:
     for family in CONFIGS:
         base, ids = pretrained(family), tokens(2, 6)
         base.set_attn_implementation("eager")  # transformers' sdpa leaves Gemma 2's cap out in some versions

@@ -38,13 +38,13 @@ def test_sampling_is_repeatable_and_the_same_with_and_without_the_state(model: A
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_prefill_in_chunks(family: str) -> None:
+def test_chunked_prefill_generates_the_same_tokens(family: str) -> None:
     model, ids = converted(family, m=4, layers=(1,)), tokens(2, 23)
     whole = model.generate(ids, max_new_tokens=6, **GREEDY)
     assert torch.equal(whole, model.generate(ids, max_new_tokens=6, prefill_chunk_size=5, **GREEDY))
 
 
-def test_several_return_sequences_and_beams(model: Any) -> None:
+def test_beams_with_several_return_sequences_match_without_cache(model: Any) -> None:
     ids = tokens(1, 6)
     options = dict(max_new_tokens=5, num_beams=4, num_return_sequences=4, **GREEDY)
     beams = model.generate(ids, **options)
@@ -52,7 +52,7 @@ def test_several_return_sequences_and_beams(model: Any) -> None:
     assert torch.equal(beams, model.generate(ids, use_cache=False, **options))
 
 
-def test_turns_carry_the_state_over(model: Any) -> None:
+def test_second_turn_with_the_state_matches_the_whole_conversation(model: Any) -> None:
     first, more = tokens(2, 7), tokens(2, 5, seed=5)
     turn = model.generate(first, max_new_tokens=4, return_dict_in_generate=True, **GREEDY)
     text = torch.cat([turn.sequences, more], dim=1)
@@ -61,7 +61,7 @@ def test_turns_carry_the_state_over(model: Any) -> None:
     assert torch.equal(fresh, model.generate(text, past_key_values=turn.past_key_values, **options))
 
 
-def test_turns_of_a_batch_with_padding_in_the_middle() -> None:
+def test_padding_between_turns_changes_nothing() -> None:
     """The second turn's padding stands between the turns: it must leave state, window and positions alone."""
     for settings in VARIANTS[:3]:
         model = converted(**settings)
@@ -78,7 +78,7 @@ def test_turns_of_a_batch_with_padding_in_the_middle() -> None:
             assert_close("last logits", out.logits[:1, -1], model(alone).logits[:, -1], 1e-5)
 
 
-def test_only_new_tokens_need_be_given_after_a_state() -> None:
+def test_generate_from_a_state_needs_only_the_new_tokens() -> None:
     model = converted()
     first, more = tokens(2, 7), tokens(2, 5, seed=5)
     with torch.no_grad():
@@ -91,7 +91,7 @@ def test_only_new_tokens_need_be_given_after_a_state() -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
-def test_learned_positions_end_with_a_clear_error_or_are_clamped(family: str) -> None:
+def test_tokens_past_learned_positions_are_refused_unless_clamped(family: str) -> None:
     model, ids = converted(family, m=4), tokens(1, 90)
     with pytest.raises(ValueError, match=r"learned positions for 96 tokens.*clamp"):
         model.generate(ids, max_new_tokens=20, **GREEDY)
@@ -105,7 +105,7 @@ def test_learned_positions_end_with_a_clear_error_or_are_clamped(family: str) ->
         assert made[0, 90:].tolist() == clamped(made).logits[0, 89:-1].argmax(-1).tolist()
 
 
-def test_the_position_table_is_counted_in_real_tokens_and_before_generating() -> None:
+def test_position_limit_counts_real_tokens_and_is_checked_before_generating() -> None:
     model, calls = converted("gpt2", m=4), []
     padded, mask = tokens(2, 94), torch.ones(2, 94, dtype=torch.long)
     mask[:, :84] = 0
@@ -117,7 +117,7 @@ def test_the_position_table_is_counted_in_real_tokens_and_before_generating() ->
     assert not calls
 
 
-def test_a_mask_must_fit_the_tokens() -> None:
+def test_mask_of_another_shape_than_the_tokens_is_refused() -> None:
     model, ids = converted(), tokens(2, 12)
     for shape in ((2, 5), (2, 20), (1, 12)):
         with pytest.raises(ValueError, match=r"attention_mask must be \[2,12\]"):
@@ -137,13 +137,13 @@ def test_a_state_can_be_trained_from_and_made_in_inference_mode(rule: str) -> No
     assert torch.equal(made, model.generate(torch.cat([ids, more], dim=1), max_new_tokens=3, **GREEDY))
 
 
-def test_rotary_models_go_on_past_their_trained_length() -> None:
+def test_rotary_models_generate_past_their_trained_length() -> None:
     made = converted().generate(tokens(1, 500), max_new_tokens=30, **GREEDY)
     assert made.shape == (1, 530)
 
 
 @pytest.mark.parametrize("settings", VARIANTS[:3], ids=lambda s: s["rule"])
-def test_the_state_has_a_constant_size(settings: dict[str, Any]) -> None:
+def test_state_has_a_constant_size(settings: dict[str, Any]) -> None:
     model, sizes = converted(**settings), set()
     for length in (1, 40, 300):
         with torch.no_grad():
@@ -151,7 +151,7 @@ def test_the_state_has_a_constant_size(settings: dict[str, Any]) -> None:
     assert len(sizes) == 1
 
 
-def test_state_bytes_are_what_the_shapes_say() -> None:
+def test_state_bytes_match_the_shapes() -> None:
     with torch.no_grad():
         cache = converted(rule="decay", m=6)(tokens(3, 5), use_cache=True).past_key_values
     assert cache.nbytes == 2 * 3 * 4 * 8 * 6 * 4, "layers x batch x heads x d x m x 4 bytes"
@@ -197,7 +197,7 @@ def test_a_hybrids_state_with_gradients_is_forked() -> None:
     assert_close("continuation", found[1], expected, 1e-5)
 
 
-def test_a_state_belongs_to_its_model(tmp_path: Path) -> None:
+def test_saved_state_loads_only_with_its_own_model(tmp_path: Path) -> None:
     model = converted()
     with torch.no_grad():
         model(tokens(1, 5), use_cache=True).past_key_values.save(tmp_path / "s", model)
@@ -211,7 +211,7 @@ def test_a_state_belongs_to_its_model(tmp_path: Path) -> None:
             fw.FastWeightsCache.load(tmp_path / "s", stranger)
 
 
-def test_what_a_state_cannot_do_is_said() -> None:
+def test_unsupported_uses_of_a_state_are_refused_with_the_reason() -> None:
     model, ids = converted(), tokens(1, 5)
     with torch.no_grad():
         cache = model(ids, use_cache=True).past_key_values
@@ -231,7 +231,7 @@ def test_what_a_state_cannot_do_is_said() -> None:
         model(ids, past_key_values=foreign)
 
 
-def test_hybrids_want_the_whole_mask_and_no_cache_for_packed_documents() -> None:
+def test_hybrids_require_the_whole_mask_and_refuse_a_cache_for_packed_documents() -> None:
     model, ids = converted(m=4, layers=(0,)), tokens(1, 6)
     with torch.no_grad():
         cache = model(ids, use_cache=True).past_key_values

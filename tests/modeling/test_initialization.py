@@ -72,7 +72,7 @@ def test_query_key_form_equals_pretrained_logits() -> None:
     assert_close("logits", one @ _form(exact) @ one.mT, expected.double(), 1e-5)
 
 
-def test_strongest_rotary_pairs_are_kept_as_pairs() -> None:
+def test_strongest_rotary_pairs_are_retained_as_pairs() -> None:
     new, exact = _factors("llama", 4, pairs=2)
     half = D // 2
     strength = exact.q[:, 0].square().sum(-1), exact.k.square().sum(-1)
@@ -169,7 +169,7 @@ def test_log_gates_remember_from_one_token_to_training_length() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
 def test_both_elements_of_a_rotary_pair_have_one_gate(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys are scaled by how long they are kept; rotation must not mix a long memory into a short one."""
+    """Keys are scaled by how long the state remembers them; rotation must not mix a long memory into a short one."""
     model = fw.convert(pretrained(family), fw.FastWeightsConfig(rule="decay", m=6, gate_init="log"))
     plain = fw.convert(pretrained(family), fw.FastWeightsConfig(rule="gated", m=6))
     rule = family_of_converted(model).rule

@@ -65,8 +65,8 @@ def test_init_weights_leaves_converted_layers_alone() -> None:
 def test_a_missing_buffer_is_an_error_that_names_it(buffer: str, tmp_path: Path) -> None:
     model = converted()
     model.save_pretrained(tmp_path)
-    kept = {name: x for name, x in load_file(tmp_path / "model.safetensors").items() if not name.endswith(buffer)}
-    save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
+    remaining = {name: x for name, x in load_file(tmp_path / "model.safetensors").items() if not name.endswith(buffer)}
+    save_file(remaining, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=f"missing tensors: .*{buffer}"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
@@ -112,7 +112,7 @@ def test_another_number_of_labels_needs_ignore_mismatched_sizes(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("family, settings", [("gpt2", dict(m=4)), ("llama", dict(m=4, rotary="drop"))])
-def test_no_tensors_of_a_state_dict_look_tied(family: str, settings: dict[str, Any]) -> None:
+def test_empty_tensors_of_a_state_dict_do_not_look_tied(family: str, settings: dict[str, Any]) -> None:
     storages = [
         id_tensor_storage(x) for name, x in converted(family, **settings).state_dict().items() if x.numel() == 0
     ]

@@ -95,12 +95,12 @@ def _model(settings: dict[str, Any], case: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("case", _parameters(MATRIX))
-def test_every_way_of_running_agrees(case: dict[str, Any]) -> None:
+def test_parallel_recurrent_and_cached_passes_agree(case: dict[str, Any]) -> None:
     _check_all(dict(m=M) | {name: case[name] for name in ("rule", "feature_map", "normalize")}, case)
 
 
 @pytest.mark.parametrize("case", _parameters(OPTIONS_MATRIX))
-def test_every_way_of_running_agrees_with_options(case: dict[str, Any]) -> None:
+def test_parallel_recurrent_and_cached_passes_agree_with_options(case: dict[str, Any]) -> None:
     _check_all(OPTIONS[case["option"]], case)
 
 

@@ -52,8 +52,10 @@ def test_local_attention_matches_masked_softmax(window: int, T: int, kind: str, 
     expected = plain_local(inputs, window, flags.get("mask"), flags.get("reset"))
     assert_close("y", y, expected, 1e-6)
     weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(0))
-    found, wanted = (torch.autograd.grad((x * weight).sum(), list(inputs.values())) for x in (y, expected))
-    for name, dx, dx_expected in zip(inputs, found, wanted, strict=True):
+    gradients, expected_gradients = (
+        torch.autograd.grad((x * weight).sum(), list(inputs.values())) for x in (y, expected)
+    )
+    for name, dx, dx_expected in zip(inputs, gradients, expected_gradients, strict=True):
         assert_close(f"gradient of {name}", dx, dx_expected, 1e-5)
 
 

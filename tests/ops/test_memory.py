@@ -14,7 +14,7 @@ B, T, H, d, m = 2, 512, 2, 64, 32
 BYTES = 4
 EVERY_STATE = B * H * T * d * m * BYTES
 # What each rule keeps besides its inputs and the boundary states, in units of T*(d+m): gated its keys times 1 - g.
-KEPT = {"add": 0.0, "delta": 0.0, "gated": 0.5, "decay": 0.0}
+SAVED_ACTIVATIONS = {"add": 0.0, "delta": 0.0, "gated": 0.5, "decay": 0.0}
 
 
 def saved_bytes(rule: str, length: int, backend: str) -> int:
@@ -38,15 +38,15 @@ def test_chunked_saves_only_states_at_chunk_boundaries(rule: str) -> None:
     chunk = (wy if rule == "delta" else tiled).CHUNK
     for length in (T, 2 * T):
         boundaries = B * H * (length // chunk) * d * m * BYTES
-        activations = KEPT[rule] * B * H * length * (d + m) * BYTES
+        activations = SAVED_ACTIVATIONS[rule] * B * H * length * (d + m) * BYTES
         assert saved_bytes(rule, length, "chunked") <= activations + boundaries
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_chunked_saves_far_less_than_every_state(rule: str) -> None:
-    kept = saved_bytes(rule, T, "chunked")
-    assert 8 * kept <= EVERY_STATE
-    assert saved_bytes(rule, 2 * T, "chunked") <= 2.2 * kept
+    saved = saved_bytes(rule, T, "chunked")
+    assert 8 * saved <= EVERY_STATE
+    assert saved_bytes(rule, 2 * T, "chunked") <= 2.2 * saved
 
 
 @pytest.mark.parametrize("rule", RULES)

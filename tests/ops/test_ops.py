@@ -247,12 +247,12 @@ def test_split_sequence_matches_whole(rule: str, normalize: bool, split: int, ki
     inputs = op_inputs(rule, T=T, dtype=torch.float64, groups=3, normalize=normalize)
     flags = op_flags(kind, 2, T)
     y, state = run_op(rule, inputs, normalize=normalize, **flags)
-    pieces, carried = [], inputs["state"]
+    chunks, carried = [], inputs["state"]
     for start, stop in ((0, split), (split, T)):
-        piece = {**cut(inputs, start, stop), "state": carried}
-        out, carried = run_op(rule, piece, normalize=normalize, **cut(flags, start, stop))
-        pieces.append(out)
-    assert_close("y", torch.cat(pieces, dim=1), y, 1e-12)
+        chunk = {**cut(inputs, start, stop), "state": carried}
+        out, carried = run_op(rule, chunk, normalize=normalize, **cut(flags, start, stop))
+        chunks.append(out)
+    assert_close("y", torch.cat(chunks, dim=1), y, 1e-12)
     assert_close("state", carried, state, 1e-12)
 
 

@@ -83,7 +83,7 @@ def test_chunked_matches_loop_for_any_range_of_gates(
 
 @gated_rule
 @pytest.mark.parametrize("logit", [MIN_GATE_LOGIT, HIGH_GATE_LOGIT])
-def test_long_sequence_with_all_gates_at_a_limit(rule: str, logit: float) -> None:
+def test_chunked_matches_loop_for_long_sequence_with_saturated_gates(rule: str, logit: float) -> None:
     inputs = op_inputs(rule, B=1, T=700, d=16, m=8, dtype=torch.float64, low=logit, high=logit)
     check(rule, inputs)
 
@@ -95,11 +95,11 @@ def test_sequence_split_anywhere_matches_whole(rule: str, T: int, seed: int, dat
     split = data.draw(st.integers(1, T - 1))
     inputs = op_inputs(rule, T=T, dtype=torch.float64, seed=seed)
     y, state = run_op(rule, inputs)
-    carried, pieces = inputs.pop("state"), []
+    carried, chunks = inputs.pop("state"), []
     for start, stop in ((0, split), (split, T)):
         out, carried = run_op(rule, {name: x[:, start:stop] for name, x in inputs.items()} | {"state": carried})
-        pieces.append(out)
-    assert_close("y", torch.cat(pieces, dim=1), y, 1e-12)
+        chunks.append(out)
+    assert_close("y", torch.cat(chunks, dim=1), y, 1e-12)
     assert_close("state", carried, state, 1e-12)
 
 
@@ -144,7 +144,7 @@ def test_queries_of_a_group_share_the_map_of_their_state(name: str) -> None:
 
 @repeatable
 @given(r=st.integers(2, 12), seed=seeds)
-def test_dpfp_formula(r: int, seed: int) -> None:
+def test_dpfp_matches_its_formula(r: int, seed: int) -> None:
     """phi_i = relu([x, -x])_i relu([x, -x])_{i-1}, indices going around."""
     x = torch.randn(1, 1, 1, r, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     halves = [max(float(n), 0.0) for n in [*x.flatten(), *-x.flatten()]]
@@ -152,7 +152,7 @@ def test_dpfp_formula(r: int, seed: int) -> None:
     assert_close("features", MAPS["dpfp"](1, 2 * r, 1)(x).flatten(), np.array(expected), 1e-12)
 
 
-def test_relu_formula() -> None:
+def test_relu_matches_its_formula() -> None:
     feature_map = drawn_map("relu", heads=2, m=3, d=4)
     torch.nn.init.normal_(feature_map.bias, generator=torch.Generator().manual_seed(1))
     x = torch.randn(1, 2, 2, 4, generator=torch.Generator().manual_seed(0))
@@ -161,7 +161,7 @@ def test_relu_formula() -> None:
         assert_close(f"features of head {head}", feature_map(x)[0, 0, head], expected, 1e-6)
 
 
-def test_elu_formula() -> None:
+def test_elu_matches_its_formula() -> None:
     x = torch.linspace(-3, 3, 7)
     expected = [n + 1 if n > 0 else math.exp(n) for n in x.tolist()]
     assert_close("features", MAPS["elu"](1, 7, 7)(x), expected, 1e-6)
@@ -169,7 +169,7 @@ def test_elu_formula() -> None:
 
 @repeatable
 @given(seed=seeds, d=st.integers(1, 5))
-def test_favor_is_unbiased(seed: int, d: int) -> None:
+def test_favor_estimates_exp_of_dot_product_without_bias(seed: int, d: int) -> None:
     """phi(q) . phi(k) is exp(q . k) within the sampling error of many blocks of orthogonal directions."""
     blocks = 4000
     q, k = 0.5 * torch.randn(2, 1, 1, 1, d, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
@@ -196,7 +196,7 @@ def test_favor_in_low_precision_is_computed_in_float32() -> None:
 
 @repeatable
 @given(seed=seeds, d=st.integers(1, 6))
-def test_rfa_is_a_gaussian_kernel(seed: int, d: int) -> None:
+def test_rfa_approximates_a_gaussian_kernel(seed: int, d: int) -> None:
     """phi(q) . phi(k) is exp(-|q - k|^2 / 2) of the unit vectors, within sampling error; phi(x) . phi(x) is 1."""
     m = 40_000
     q, k = torch.nn.functional.normalize(

@@ -1,4 +1,4 @@
-"""The layer of Figure 1: what is timed is what it is said to be, and what is cached is counted."""
+"""The layer of Figure 1: the timed steps equal the layers that they stand for, and cached bytes are counted."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_peak_counts_tensors_that_exist_at_once() -> None:
     assert 2 * 4000 <= timing.peak_bytes(step, None, CPU) < 2 * 4000 + 100
 
 
-def test_the_result_says_what_it_is() -> None:
+def test_result_records_the_shape_and_the_conditions() -> None:
     result = cost((8, 4))
     assert (result.kind, result.level, result.tokens) == ("cost", "layer", 2)
     assert (result.batch, result.heads, result.d, result.m) == (B, H, D, M)
@@ -100,7 +100,7 @@ def test_the_result_says_what_it_is() -> None:
     assert set(result.cheaper_from) == {"seconds", "bytes", "peak_bytes"}
 
 
-def test_contenders_alternate_after_settling(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contenders_are_timed_alternately_after_settling(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[str] = []
     for kind in (AttentionLayer, RuleLayer):
         monkeypatch.setattr(kind, "step", lambda self, x: taken.append(getattr(self, "rule", "attention")))
@@ -157,7 +157,7 @@ def test_cpu_memory_is_checked_before_allocating(monkeypatch: pytest.MonkeyPatch
     assert attention.left_out[0].reason == "out of memory: 9.6 MB are needed and 3.0 MB are free"
 
 
-def test_another_error_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_other_than_out_of_memory_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: AttentionLayer, x: Tensor) -> Tensor:
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
@@ -166,7 +166,7 @@ def test_another_error_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
         cost()
 
 
-def test_what_cannot_be_measured_is_refused() -> None:
+def test_invalid_arguments_are_refused_by_name() -> None:
     for lengths in ((), (0, 4)):
         with pytest.raises(ConfigError, match="lengths must be"):
             cost(lengths)

@@ -69,7 +69,7 @@ def test_long_prefill_is_chunked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert points_of(cost({"base": pretrained("llama")}, (20,)), "base")[0].bytes == whole[0].bytes
 
 
-def test_models_alternate() -> None:
+def test_models_are_timed_alternately() -> None:
     models = {"a": pretrained("llama"), "b": pretrained("gpt2")}  # both by their own forward
     order: list[str] = []
     for name, model in models.items():
@@ -78,7 +78,7 @@ def test_models_alternate() -> None:
     assert order == ["a", "b"] * 4  # the text, the token for warming up, two timed ones
 
 
-def test_the_result_says_what_it_is() -> None:
+def test_result_records_conditions_and_crossings() -> None:
     result = cost({"base": pretrained("llama"), "decay": converted("llama")}, (1, 2, 400))
     assert (result.kind, result.seed, result.tokens) == ("cost", 0, 2)
     assert [entry.converted for entry in result.models] == [False, True]
@@ -88,7 +88,7 @@ def test_the_result_says_what_it_is() -> None:
     assert cost({"decay": converted("llama")}, (2,)).cheaper_from == dict.fromkeys(profiling.COMPARED)
 
 
-def test_a_circle_marks_where_the_peak_is_smaller() -> None:
+def test_crossing_of_the_peaks_is_marked_in_the_plot() -> None:
     result = cost({"base": pretrained("llama"), "decay": converted("llama")}, (1, 400))
     start = cheaper_from(points_of(result, "base"), points_of(result, "decay"), "peak_bytes")
     assert start is not None and 1 < start < 400
@@ -122,7 +122,7 @@ def test_engine_step_equals_the_model(family: str, layers: tuple[int, ...] | Non
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_step_makes_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timed_step_computes_no_attention_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     masks: list[Any] = []
     attention = profiling.sdpa_attention_forward
 
@@ -198,8 +198,8 @@ def test_checked_memory_equals_the_cache(family: str) -> None:
     hybrid, base = converted(family, window=5, layers=(0,)), pretrained(family)
     for model, copies in ((base, 1), (hybrid, 3)):
         with torch.no_grad():
-            kept = profiling.cached_bytes(profiling._cache_after(model, 21, batch=2))
-        assert profiling._needed_bytes(model, 20, batch=2) == copies * kept
+            cached = profiling.cached_bytes(profiling._cache_after(model, 21, batch=2))
+        assert profiling._needed_bytes(model, 20, batch=2) == copies * cached
 
 
 def test_training_mode_is_restored() -> None:
@@ -210,7 +210,7 @@ def test_training_mode_is_restored() -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
-def test_lengths_past_a_position_table_are_left_out_or_stretched(family: str) -> None:
+def test_lengths_past_a_position_table_are_left_out_unless_stretched(family: str) -> None:
     models = {"base": pretrained(family), "decay": converted(family), "clamp": converted(family, positions="clamp")}
     result = cost(models, (90, 120))  # the tables have 96 rows
     assert [[p.length for p in points_of(result, name)] for name in models] == [[90], [90], [90, 120]]
@@ -237,7 +237,7 @@ def test_stretched_model_equals_the_model_within_its_table(family: str) -> None:
     assert stretched(model, 96) is model
 
 
-def test_what_cannot_be_measured_is_refused() -> None:
+def test_invalid_arguments_are_refused_by_name() -> None:
     base = pretrained("gpt2")
     with pytest.raises(ConfigError, match=r"base has fewer learned positions than the 201 .* stretch_positions=True"):
         cost({"base": base}, (200, 300))

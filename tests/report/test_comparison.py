@@ -82,7 +82,7 @@ def test_tables_of_like_names_have_plots_of_their_own(tmp_path: Path) -> None:
     assert len(plots) == 4 and "comparison_table_1.svg" in plots and max(map(len, plots)) < 60
 
 
-def test_many_runs_are_shown_by_their_tables_alone(tmp_path: Path) -> None:
+def test_many_runs_of_a_table_are_left_out_of_summary_and_plots(tmp_path: Path) -> None:
     few = report(tmp_path, TABLE_2)[0]
     assert "decay, m 32- reached a validation perplexity" in few and "plots/loss.svg" in few
     many = {f"r{i}": in_table_2(f"row {i}", None, 20.0 + i) for i in range(20)} | {"other": TRAINING}
@@ -94,7 +94,7 @@ def test_many_runs_are_shown_by_their_tables_alone(tmp_path: Path) -> None:
     assert "From r0.json, r1.json, r2.json and 17 more files." in section(markdown, "Table 2")
 
 
-def test_a_cell_may_be_odd_or_incomplete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_malformed_or_incomplete_cells_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastweights.report.parts.draw", lambda panel: "")
     for place in ("table", "row", "column"):
         for value in (NAN, INFINITY, -1, 0, None, "", "?", [], {}, True, [{}], [1]):

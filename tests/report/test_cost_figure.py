@@ -57,7 +57,7 @@ BOTH = {"batch": 1, "device": "cpu", **COST, "layer": {n: v for n, v in LAYER.it
 
 
 def with_peaks() -> dict[str, Any]:
-    """Models whose peaks cross: 4.2 to 16.2 MB against 5 MB. In kept bytes they do not."""
+    """Models whose peaks cross: 4.2 to 16.2 MB against 5 MB. Their cached bytes do not."""
     body = copy.deepcopy(COST) | {"cheaper_from": {"seconds": 449, "bytes": 256, "peak_bytes": 308}}
     base, decay = (model["points"] for model in body["models"])
     for point in base:
@@ -73,7 +73,7 @@ def drawn(body: dict[str, Any], folder: Path) -> tuple[bytes, str]:
     return png.read_bytes(), svg.read_text()
 
 
-def test_a_report_of_a_layer(tmp_path: Path) -> None:
+def test_report_of_a_layer_has_times_peaks_and_missing_points(tmp_path: Path) -> None:
     markdown, _ = report(tmp_path, {"layer": LAYER})
     cost = section(markdown, "Cost of one more token")
     assert table(cost, "tokens")[1] == {
@@ -95,7 +95,7 @@ def test_a_report_of_a_layer(tmp_path: Path) -> None:
     assert "faster from 577 tokens on" in won
 
 
-def test_a_report_of_a_layer_and_models(tmp_path: Path) -> None:
+def test_report_of_a_layer_and_models_has_plots_and_tables_of_both(tmp_path: Path) -> None:
     markdown, _ = report(tmp_path, {"both": BOTH})
     plots = {path.stem for path in (tmp_path / "report" / "plots").iterdir()}
     assert plots == {"seconds", "peak_bytes", "seconds_2", "bytes_2"}
@@ -104,7 +104,7 @@ def test_a_report_of_a_layer_and_models(tmp_path: Path) -> None:
     assert "one decay layer: after" in markdown and "gpt2-decay: after 1,024 tokens one more token takes" in markdown
 
 
-def test_a_report_of_models_with_peaks(tmp_path: Path) -> None:
+def test_report_of_models_with_peaks_has_a_table_of_peaks(tmp_path: Path) -> None:
     markdown, _ = report(tmp_path, {"cost": with_peaks()})
     assert {path.stem for path in (tmp_path / "report" / "plots").iterdir()} == {"seconds", "bytes", "peak_bytes"}
     cost = section(markdown, "Cost of one more token")
@@ -119,7 +119,7 @@ def test_a_report_of_models_with_peaks(tmp_path: Path) -> None:
     ) in section(markdown, "Summary")
 
 
-def test_a_page_can_hold_the_peaks_of_models(tmp_path: Path) -> None:
+def test_page_is_filled_with_the_peaks_of_models(tmp_path: Path) -> None:
     (tmp_path / "both.json").write_text(json.dumps(with_peaks() | {"layer": BOTH["layer"]}))
     page = tmp_path / "page.md"
     marks = "".join(f"<!-- report: {name} -->\n<!-- end -->\n" for name in ("peak bytes 2", "peak bytes 2 plot"))
@@ -157,7 +157,7 @@ def test_no_figure_is_drawn_without_points(tmp_path: Path) -> None:
             drawn(LAYER | {"models": models}, tmp_path)
 
 
-def test_the_figure_names_its_lines_and_conditions(tmp_path: Path) -> None:
+def test_figure_names_its_lines_and_conditions(tmp_path: Path) -> None:
     drawn(LAYER, tmp_path)
     shown = svg_texts(tmp_path / "cost.svg")
     assert "one layer, batch 32, heads 1, d = m = 64, bfloat16, NVIDIA H200" in shown
@@ -166,7 +166,7 @@ def test_the_figure_names_its_lines_and_conditions(tmp_path: Path) -> None:
     assert all(any(text.endswith(unit) for text in shown) for unit in (" µs", " MB"))
 
 
-def test_a_figure_of_a_layer_and_models_has_two_rows(tmp_path: Path) -> None:
+def test_figure_of_a_layer_and_models_has_two_rows(tmp_path: Path) -> None:
     one, _ = drawn(LAYER, tmp_path)
     both, _ = drawn(BOTH, tmp_path)
     shown = svg_texts(tmp_path / "cost.svg")
@@ -176,7 +176,7 @@ def test_a_figure_of_a_layer_and_models_has_two_rows(tmp_path: Path) -> None:
     assert high == 2 * low
 
 
-def test_the_figure_of_models_shows_their_peaks(tmp_path: Path) -> None:
+def test_figure_of_models_shows_their_peaks(tmp_path: Path) -> None:
     drawn(with_peaks(), tmp_path)
     shown = svg_texts(tmp_path / "cost.svg")
     assert "Peak memory of one token: less from 308 tokens" in shown

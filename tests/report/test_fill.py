@@ -41,7 +41,7 @@ def page_of(folder: Path, text: str = PAGE, results: dict[str, Any] = TABLE_2) -
     return page
 
 
-def test_a_page_is_filled_once(tmp_path: Path) -> None:
+def test_filled_page_is_not_written_again(tmp_path: Path) -> None:
     page = page_of(tmp_path)
     assert is_filled(page)
     assert fill_page(page)
@@ -61,7 +61,7 @@ def test_a_page_is_filled_once(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["paper.md", plot.name, "results"]
 
 
-def test_what_is_not_up_to_date_is_found_without_writing(tmp_path: Path) -> None:
+def test_check_reports_stale_blocks_without_writing(tmp_path: Path) -> None:
     page = page_of(tmp_path)
     assert fill_page(page, write=False) and page.read_text() == PAGE
     fill_page(page)
@@ -89,7 +89,7 @@ def test_checking_draws_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert not fill_page(page, write=False)
 
 
-def test_results_that_are_given_take_the_place_of_the_pages(tmp_path: Path) -> None:
+def test_results_argument_replaces_the_files_the_page_names(tmp_path: Path) -> None:
     page = page_of(tmp_path, "<!-- report: runs -->\n<!-- end -->\n")
     assert is_filled(page)
     [other] = write(tmp_path, {"other": TRAINING | {"name": "another"}})
@@ -139,7 +139,7 @@ def test_every_table_and_plot_has_a_name(tmp_path: Path) -> None:
         ("<!-- results: results/*.json -->\nWords.", "has nothing to fill: mark a place with"),
     ],
 )
-def test_what_is_wrong_with_a_page_is_said(tmp_path: Path, text: str, message: str) -> None:
+def test_malformed_page_is_refused_with_the_reason(tmp_path: Path, text: str, message: str) -> None:
     page = page_of(tmp_path, text)
     with pytest.raises(ReportError) as caught:
         fill_page(page)
@@ -161,7 +161,7 @@ def test_pages_and_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         fill_page(page)
 
 
-def test_a_page_keeps_the_ends_of_its_lines(tmp_path: Path) -> None:
+def test_line_endings_of_a_page_are_preserved(tmp_path: Path) -> None:
     write(tmp_path, {"cost": COST})
     page = tmp_path / "page.md"
     page.write_bytes(b"<!-- results: cost.json -->\r\n<!-- report: cost -->\r\n<!-- end -->\r\n")
@@ -169,7 +169,7 @@ def test_a_page_keeps_the_ends_of_its_lines(tmp_path: Path) -> None:
     assert page.read_bytes().count(b"\n") == page.read_bytes().count(b"\r\n") > 4
 
 
-def test_an_end_without_a_block(tmp_path: Path) -> None:
+def test_end_without_a_block_is_refused_with_its_line(tmp_path: Path) -> None:
     write(tmp_path, {"cost": COST})
     page = tmp_path / "page.md"
     page.write_text("<!-- results: cost.json -->\n<!-- report: cost -->\n<!-- end -->\n<!-- end -->\n")

@@ -36,7 +36,7 @@ def test_ranking_has_a_bar_for_each_layer_in_the_order_of_the_model(tmp_path: Pa
     assert BarChart("", "", "", [("0", NAN)]).is_empty
 
 
-def test_several_rankings_are_told_apart(tmp_path: Path) -> None:
+def test_several_rankings_have_different_labels(tmp_path: Path) -> None:
     fitted = RANKING | {"settings": RANKING["settings"] | {"fit": True}, "kl": 0.5, "chosen": [], "kl_after": []}
     words = section(report(tmp_path, {"plain": RANKING, "fitted": fitted})[0], "Ranking of layers")
     assert "gpt2-decay (plain.json) against gpt2" in words

@@ -35,7 +35,7 @@ from fastweights.report.results import LoadedResult, models_in
 from fastweights.results import EvaluatedModel, EvaluationResult, ResultError, TrainingResult
 
 
-def test_quality_has_the_numbers_of_the_result(tmp_path: Path) -> None:
+def test_quality_section_shows_the_values_of_the_result(tmp_path: Path) -> None:
     markdown, _ = report(tmp_path, ALL)
     quality = section(markdown, "Quality")
     rows = table(quality, "perplexity", "context")
@@ -56,7 +56,7 @@ def test_quality_has_the_numbers_of_the_result(tmp_path: Path) -> None:
     assert "From eval.json." in quality
 
 
-def test_recall_and_tasks_have_the_numbers_of_the_result(tmp_path: Path) -> None:
+def test_recall_and_task_tables_show_the_values_of_the_result(tmp_path: Path) -> None:
     markdown, _ = report(tmp_path, ALL)
     recall = section(markdown, "Recall")
     far = table(recall, "pairs recalled: distance")[1]
@@ -86,7 +86,7 @@ def test_tasks_have_an_average(tmp_path: Path) -> None:
     assert [row["of tuned's"] for row in rows] == ["75.0 %", "–", "50.0 %"]
 
 
-def test_cost_has_the_numbers_of_the_result(tmp_path: Path) -> None:
+def test_cost_section_shows_the_values_of_the_result(tmp_path: Path) -> None:
     markdown, _ = report(tmp_path, ALL)
     cost = section(markdown, "Cost of one more token")
     assert table(cost, "tokens")[1] == {
@@ -99,7 +99,7 @@ def test_cost_has_the_numbers_of_the_result(tmp_path: Path) -> None:
     assert "From cost.json. The position table of gpt2 was repeated for timing." in cost
 
 
-def test_training_has_the_numbers_of_the_result(tmp_path: Path) -> None:
+def test_training_section_shows_the_values_of_the_result(tmp_path: Path) -> None:
     markdown, _ = report(tmp_path, ALL)
     training = section(markdown, "Training")
     assert table(training, "best perplexity") == [
@@ -177,7 +177,7 @@ def test_models_of_several_files_share_a_base(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change, together", [({}, True), ({"parameters": 7}, False), ({"tasks": {}}, False)])
-def test_a_model_measured_in_parts_is_one(change: dict[str, Any], together: bool) -> None:
+def test_parts_of_one_model_in_several_files_are_joined(change: dict[str, Any], together: bool) -> None:
     facts = {"name": "a", "parameters": 5, "converted": True, "rule": "decay", "state_bytes": 8}
     parts = [facts | {"perplexity": [], "seconds": 1.0} | change, facts | {"tasks": {}, "seconds": 2.0}]
     results = [
@@ -308,7 +308,7 @@ def _changed(value: Any, old: type, new: Any) -> Any:
     return new if type(value) is old else value
 
 
-def test_an_absent_field_is_optional_or_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_field_is_optional_or_named_in_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastweights.report.parts.draw", lambda panel: "")  # drawing takes the time
     optional = set()
     for name in sorted(_fields(list(ALL.values())) - {"kind"}):
@@ -324,7 +324,7 @@ def test_an_absent_field_is_optional_or_is_named(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("kind", "value"), [(float, NAN), (float, INFINITY), (float, 0), (float, -1.5), (int, 0), (int, -1), (str, "")]
 )
-def test_any_number_may_be_odd(tmp_path: Path, kind: type, value: Any) -> None:
+def test_report_accepts_extreme_and_non_finite_numbers(tmp_path: Path, kind: type, value: Any) -> None:
     markdown, html = report(tmp_path, {name: _changed(result, kind, value) for name, result in ALL.items()})
     tables(markdown)
     Page(html)

@@ -36,10 +36,12 @@ def plain(
         z = F.linear(x, layer.weight, layer.bias)[labels != -100]
         return z if layer.softcap is None else layer.softcap * torch.tanh(z / layer.softcap)
 
-    found, wanted = logits(own, hidden), labels[labels != -100]
-    loss = config.cross_entropy * F.cross_entropy(found, wanted, reduction="sum")
+    predicted, labels = logits(own, hidden), labels[labels != -100]
+    loss = config.cross_entropy * F.cross_entropy(predicted, labels, reduction="sum")
     if teacher is not None and teacher_hidden is not None:
-        p, q = (x.div(config.temperature).log_softmax(-1) for x in (logits(teacher, teacher_hidden).detach(), found))
+        p, q = (
+            x.div(config.temperature).log_softmax(-1) for x in (logits(teacher, teacher_hidden).detach(), predicted)
+        )
         if config.top_k:
             few = p.topk(config.top_k, -1).indices
             p, q = (_lumped(x.exp(), few).log() for x in (p, q))
@@ -123,9 +125,9 @@ def test_bfloat16_is_near_float64() -> None:
         found = head_loss(Head(narrow[1], narrow[2], None), narrow[0], labels, LossConfig())
     assert_close("loss", found, expected, 1e-2)
     pairs = zip(torch.autograd.grad(found, narrow), torch.autograd.grad(expected, wide), strict=True)
-    for name, (gradient, wanted) in zip(("hidden", "weight", "bias"), pairs, strict=True):
+    for name, (gradient, expected) in zip(("hidden", "weight", "bias"), pairs, strict=True):
         assert gradient.dtype == torch.float32
-        assert_close(name, gradient, wanted, 1e-2)
+        assert_close(name, gradient, expected, 1e-2)
 
 
 def test_output_layer_is_restored_after_an_error() -> None:

@@ -125,7 +125,7 @@ def no_room(*_: Any, **__: Any) -> Any:
 
 
 def no_room_for_half(write: Callable[..., Any]) -> Callable[..., Any]:
-    """A file that was begun, and an error as the safetensors library words it."""
+    """A file that was started, and an error as the safetensors library words it."""
 
     def fail(tensors: Any, path: Any, *_: Any, **__: Any) -> None:
         write(tensors, path)
@@ -161,10 +161,10 @@ def test_full_disk_loses_one_checkpoint_and_the_run_resumes_to_the_bit(
     folder = tmp_path / "run"
     with monkeypatch.context() as patched, pytest.raises(TrainingError) as failure:
         train(task, folder, display=CrashingDisplay(4, then=lambda: FULL[what](patched)))
-    said = str(failure.value)
-    assert said.startswith(f"cannot write the checkpoint {folder / 'checkpoints' / '1-0000006'}: ")
-    assert "No space left on device" in said
-    assert said.endswith(f"the checkpoint of step 3 is complete: free disk space, then resume({str(folder)!r})")
+    message = str(failure.value)
+    assert message.startswith(f"cannot write the checkpoint {folder / 'checkpoints' / '1-0000006'}: ")
+    assert "No space left on device" in message
+    assert message.endswith(f"the checkpoint of step 3 is complete: free disk space, then resume({str(folder)!r})")
     assert os.listdir(folder / "checkpoints") == ["0-0000003"] and (folder / "last").readlink().name == "0-0000003"
     assert AutoModelForCausalLM.from_pretrained(folder / "last")
     resume_in(folder)
@@ -175,10 +175,10 @@ def test_full_disk_loses_one_checkpoint_and_the_run_resumes_to_the_bit(
 def test_full_disk_while_logging_resumes_to_the_bit(task: TrainConfig, chain: Path, tmp_path: Path, after: int) -> None:
     """/dev/full has no room for anything."""
     folder = tmp_path / "run"
-    log, kept = folder / "log.jsonl", folder / "kept"
+    log, moved = folder / "log.jsonl", folder / "moved"
 
     def fill() -> None:
-        log.rename(kept)
+        log.rename(moved)
         log.symlink_to("/dev/full")
 
     with pytest.raises(TrainingError) as failure:
@@ -186,7 +186,7 @@ def test_full_disk_while_logging_resumes_to_the_bit(task: TrainConfig, chain: Pa
     whole = "the checkpoint of step 3 is complete" if after == 4 else "no checkpoint was written yet"
     assert re.match(rf"{re.escape(str(log))}: No space left on device; {whole}: free disk space", str(failure.value))
     assert f"resume({str(folder)!r})" in str(failure.value)
-    kept.replace(log)
+    moved.replace(log)
     resume_in(folder)
     assert_same_run(folder, chain)
 
@@ -235,7 +235,7 @@ def test_resume_with_another_text_is_refused(files: Files, task: TrainConfig, tm
 
 
 def test_best_checkpoint_that_becomes_the_last_gets_its_optimizer_state(tmp_path: Path) -> None:
-    """Killed between its links, then let go of as one that nothing goes on from: it is written once more."""
+    """Killed between its links and removed because no run resumes from it: it is written once more."""
     model, run_folder = pretrained("gpt2"), tmp_path / "run"
     weights, training = checkpoint.model_weights(model), {"moment": torch.ones(3)}
     saved = [checkpoint.Progress(step=step, best={"step": step}) for step in (6, 5, 6)]

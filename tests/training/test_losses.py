@@ -116,9 +116,9 @@ def test_distill_loss_equals_the_formula(temperature: float, share: float) -> No
         p, q = (model(**inputs, use_cache=False).logits.double()[:, :-1] for model in (teacher, student))
     expected = 0.0
     for row, column in (rows["labels"][:, 1:] != -100).nonzero().tolist():
-        wanted, got = (x[row, column] / temperature for x in (p, q))
-        ratio = wanted.log_softmax(0) - got.log_softmax(0)
-        expected += float((wanted.softmax(0) * ratio).sum()) * temperature**2
+        target, predicted = (x[row, column] / temperature for x in (p, q))
+        ratio = target.log_softmax(0) - predicted.log_softmax(0)
+        expected += float((target.softmax(0) * ratio).sum()) * temperature**2
         expected -= share * float(q[row, column].log_softmax(0)[rows["labels"][row, column + 1]])
     assert_close("loss", found, expected, 1e-5)
 
@@ -142,8 +142,8 @@ def test_hidden_states_are_matched_block_by_block(family: str) -> None:
                 hook.remove()
     counted = next_tokens(rows).view(2, -1) != -100
     expected = 0.0
-    for wanted, found in zip(*runs, strict=True):
-        share = (found - wanted).double().square().sum(-1) / wanted.double().square().sum(-1)
+    for target, predicted in zip(*runs, strict=True):
+        share = (predicted - target).double().square().sum(-1) / target.double().square().sum(-1)
         expected += float(share[counted].sum()) / len(runs[0])
     assert float(nothing.abs()) < 1e-6
     assert_close("hidden", more - plain, 2 * expected, 1e-4)
@@ -192,8 +192,8 @@ def test_transfer_loss_of_a_hybrid_ignores_attention_layers() -> None:
     assert list(converted_layers(hybrid)) == [1]
     with torch.no_grad():
         captured = capture_attention(teacher, rows)
-        found, wanted = layer_output(converted_layers(full)[1], captured[1], rows), captured[1].output
-        expected = ((found - wanted).square().sum((1, 2)) / wanted.square().sum((1, 2))).sum()
+        predicted, target = layer_output(converted_layers(full)[1], captured[1], rows), captured[1].output
+        expected = ((predicted - target).square().sum((1, 2)) / target.square().sum((1, 2))).sum()
         assert_close("loss", loss_of(hybrid, teacher, rows, loss="transfer"), expected, 1e-5)
 
 
@@ -249,20 +249,20 @@ def test_fitted_outputs_equal_least_squares(kind: str) -> None:
         old.o_proj.register_forward_pre_hook(lambda _m, given, seen=seen: seen.append(given[0]))
         with torch.no_grad():
             layer_output(old, captured[index], rows)
-        y, wanted = seen[0].flatten(0, 1).double(), captured[index].output.flatten(0, 1).double()
-        least = _least_error(y, wanted, old, kind)
+        y, target = seen[0].flatten(0, 1).double(), captured[index].output.flatten(0, 1).double()
+        least = _least_error(y, target, old, kind)
         assert squared_error(layer, captured[index], rows) == pytest.approx(least, rel=1e-2 if kind == "full" else 1e-4)
 
 
-def _least_error(y: Tensor, wanted: Tensor, layer: Any, kind: str) -> float:
-    """By an unknown for each number of the projection and bias, or for each head."""
+def _least_error(y: Tensor, target: Tensor, layer: Any, kind: str) -> float:
+    """The least squared error, with an unknown for each element of the projection and bias, or for each head."""
     if kind == "full":
-        unknowns, target = torch.nn.functional.pad(y, (0, 1), value=1.0), wanted
+        unknowns = torch.nn.functional.pad(y, (0, 1), value=1.0)
     else:
         weight = layer.o_proj.weight.detach().double()
         heads = [y[:, i : i + 8] @ weight[:, i : i + 8].T for i in range(0, 32, 8)]
         unknowns = torch.stack([head.flatten() for head in heads], dim=1)
-        target = (wanted - layer.o_proj.bias.detach().double()).flatten()[:, None]
+        target = (target - layer.o_proj.bias.detach().double()).flatten()[:, None]
     solution = torch.linalg.lstsq(unknowns, target).solution
     return float((unknowns @ solution - target).square().sum())
 

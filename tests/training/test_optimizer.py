@@ -51,7 +51,9 @@ def test_learning_rate_warms_up_and_follows_a_cosine() -> None:
         (dict(warmup=0.05, final=0.2), 1, [1]),
     ],
 )
-def test_schedule_without_warmup_decay_or_steps(stage: dict[str, float], steps: int, expected: list[float]) -> None:
+def test_warmup_decay_and_several_steps_are_optional(
+    stage: dict[str, float], steps: int, expected: list[float]
+) -> None:
     found = [learning_rate_share(step, steps, Stage(**stage)) for step in range(steps)]
     assert found == pytest.approx(expected)
 
@@ -92,7 +94,7 @@ def test_unconverted_model_has_one_learning_rate() -> None:
     assert set(rates(student, prepared(student, learning_rate=0.3)).values()) == {0.3}
 
 
-def test_only_matrices_decay() -> None:
+def test_weight_decay_applies_to_matrices_only() -> None:
     student = student_of()
     names = {parameter: name for name, parameter in student.named_parameters()}
     groups = prepared(student, weight_decay=0.1).param_groups

@@ -209,18 +209,18 @@ def test_two_processes_match_one_process(files: Files, alone: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("how", "number", "told", "code"),
+    ("how", "number", "signalled", "code"),
     [((), signal.SIGKILL, (0, 1), -signal.SIGKILL), (("--shard",), signal.SIGTERM, (1,), 143)],
     ids=["killed", "sharded, one of them asked to stop"],
 )
 def test_one_process_resumes_a_run_of_two(
-    files: Files, alone: Path, tmp_path: Path, how: tuple[str, ...], number: int, told: tuple[int, ...], code: int
+    files: Files, alone: Path, tmp_path: Path, how: tuple[str, ...], number: int, signalled: tuple[int, ...], code: int
 ) -> None:
     folder = tmp_path / "run"
     recipe = Recipe.from_dict(ALL_LOSSES.to_dict() | {"checkpoint_every": 2})
     programs = two_programs(tmp_path / "outputs", *command(files, folder, recipe, *how))
     wait_until(lambda: lines_in(folder) >= 6, programs[0].running)
-    for rank in told:
+    for rank in signalled:
         os.kill(programs[rank].pid, number)
     assert [program.wait() for program in programs] == [code, code], programs[0].output
     assert not (folder / "result.json").exists()

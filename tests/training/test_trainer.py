@@ -380,42 +380,42 @@ def test_stage_may_have_its_own_sequence_length(files: Files, tmp_path: Path) ->
 
 
 class FakeTracker(GeneralTracker):
-    """Remembers what it is told."""
+    """Records its calls."""
 
     name = "fake"
     requires_logging_directory = False
-    told: ClassVar[list[tuple[str, Any]]] = []
+    calls: ClassVar[list[tuple[str, Any]]] = []
 
     def __init__(self, project: str) -> None:
         super().__init__()
-        self.told.append(("project", project))
+        self.calls.append(("project", project))
 
     @property
     def tracker(self) -> None:
         return None
 
     def store_init_configuration(self, values: dict) -> None:
-        self.told.append(("recipe", json.loads(values["recipe"])))
+        self.calls.append(("recipe", json.loads(values["recipe"])))
 
     def log(self, values: dict, step: int | None, **_: Any) -> None:
-        self.told.append(("log", (step, values)))
+        self.calls.append(("log", (step, values)))
 
     def finish(self) -> None:
-        self.told.append(("finish", None))
+        self.calls.append(("finish", None))
 
 
 def test_tracker_receives_the_log(files: Files, chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "fake", FakeTracker)
-    monkeypatch.setattr(FakeTracker, "told", told := [])
+    monkeypatch.setattr(FakeTracker, "calls", calls := [])
     task = make_train_config(files, report_to="fake")
     train_in(tmp_path / "run", task)
-    assert told[:2] == [("project", "fastweights"), ("recipe", task.recipe.to_dict())] and told[-1][0] == "finish"
-    logged = [what for kind, what in told if kind == "log"]
+    assert calls[:2] == [("project", "fastweights"), ("recipe", task.recipe.to_dict())] and calls[-1][0] == "finish"
+    logged = [what for kind, what in calls if kind == "log"]
     assert [step for step, _ in logged] == [line["step"] for line in lines(chain)]
     assert [values["loss"] for _, values in logged if "loss" in values] == losses_of(chain)
-    told.clear()
+    calls.clear()
     crash_after(tmp_path / "crashed", task, 2)
-    assert told[-1][0] == "finish"
+    assert calls[-1][0] == "finish"
 
 
 def test_display_shows_stages_and_validations(files: Files, chain: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.decode_kernels import DEVICE, kernels, layer_case, numbers
+from helpers.decode_kernels import DEVICE, kernels, layer_case, randn
 from helpers.relative_error import assert_close
 from helpers.tiny import pretrained, tokens
 from torch import Tensor
@@ -74,7 +74,7 @@ def test_writer_leaves_sums_for_the_next_norm(norm: str, rows: int, k: int, dtyp
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("norm", READERS)
-def test_more_partial_sums_than_fit_one_load(norm: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norm_adds_more_sums_than_fit_one_load(norm: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastweights.ops.linear.multiprocessors", lambda _: 132)
     rows, width = 3, 130 * 16 - 5
     sums = empty_sums(rows, width, norm == "layer")
@@ -177,7 +177,7 @@ def test_passed_sums_are_bitwise_reproducible(width: int, k: int, norm: str, row
     writer(x, hidden, add=True)
     reader, _, out, expected = layer_case(READERS[norm], rows, 1536, width, torch.bfloat16, "kernel", hidden)
     writer.overlap = reader.overlap = can_overlap(x.device)
-    others = [numbers(rows, width, seed=i).to(before) for i in range(50)]
+    others = [randn(rows, width, seed=i).to(before) for i in range(50)]
     pairs = [(before.clone(), torch.empty_like(out)) for _ in others]
     for other, (rows_written, found) in zip(others, pairs, strict=True):
         writer(x, other, add=True, sums=sums)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.decode_kernels import DEVICE, kernels, layer_case, needs_triton, numbers
+from helpers.decode_kernels import DEVICE, kernels, layer_case, needs_triton, randn
 from helpers.gpu_compilation import run_compiling
 from helpers.relative_error import CASES, assert_close, case_name
 from helpers.tiny import pretrained, tokens
@@ -39,12 +39,16 @@ def inputs(rule: str, size: tuple[int, ...], normalize: bool) -> dict[str, Any]:
     query vanishes."""
     B, S, G, d, m = size
     widths = {"m": (m,), "d": (d,), "1": ()}
-    q, k, state = numbers(B, G * S, m, seed=1), numbers(B, S, m, seed=2), numbers(B, S, d + normalize, m, seed=3)
+    q, k, state = (
+        randn(B, G * S, m, seed=1),
+        randn(B, S, m, seed=2),
+        randn(B, S, d + normalize, m, seed=3),
+    )
     if normalize:
         q, k, state = q.abs() + 0.1, k.abs(), state.abs() + 0.1
         q[0, 0] = 0
-    gates = [numbers(B, S, *widths[w], seed=5 + i, scale=8) for i, w in enumerate(RULES[rule].gates.values())]
-    return dict(state=state, q=q, k=k / m**0.5, v=numbers(B, S, d, seed=4), gates=gates)
+    gates = [randn(B, S, *widths[w], seed=5 + i, scale=8) for i, w in enumerate(RULES[rule].gates.values())]
+    return dict(state=state, q=q, k=k / m**0.5, v=randn(B, S, d, seed=4), gates=gates)
 
 
 def truth(rule: str, x: dict[str, Any], normalize: bool) -> tuple[Tensor, Tensor]:
@@ -83,11 +87,11 @@ def test_step_matches_the_rule(case: tuple[str, bool], size: tuple[int, ...], wa
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("rule", RULES)
-def test_step_on_views_of_packed_bfloat16_buffer(rule: str, way: str) -> None:
+def test_step_on_views_of_packed_bfloat16_buffer_matches_the_rule(rule: str, way: str) -> None:
     """As the decode model has them: rows far apart, and a feature map's output that is laid out in another order."""
     x = inputs(rule, (3, 2, 2, 6, 5), False)
     for name in ("q", "k", "v"):
-        x[name] = torch.cat([x[name].flatten(1), numbers(3, 7)], dim=1).bfloat16()[:, :-7].view_as(x[name])
+        x[name] = torch.cat([x[name].flatten(1), randn(3, 7)], dim=1).bfloat16()[:, :-7].view_as(x[name])
     x["gates"] = [gate.bfloat16() for gate in x["gates"]]
     expected, expected_state = truth(rule, x, False)
     x["k"] = x["k"].transpose(0, 1).contiguous().transpose(0, 1)
@@ -102,7 +106,7 @@ def test_step_kernel_applies_rope_and_key_scale(way: str) -> None:
     from fastweights.modeling.layer import apply_rotary
 
     x = inputs("decay", (2, 3, 2, 5, 9), False)
-    cos, sin, scale = numbers(2, 8, seed=9), numbers(2, 8, seed=10), numbers(3, 9, seed=11)
+    cos, sin, scale = randn(2, 8, seed=9), randn(2, 8, seed=10), randn(3, 9, seed=11)
     pairs = torch.tensor([[0, 5, 6], [1, 2, 3], [7, 0, 1]])
     rotary = Rotary(*(tensor.to(DEVICE) for tensor in (cos, sin, pairs)))
     y, state = run(way, "decay", x, False, rotary=rotary, key_scale=scale.to(DEVICE))
@@ -154,7 +158,9 @@ def test_fused_linear_matches_float64(case: tuple[Any, ...], rows: int, way: str
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 2, 21, 130])
 @pytest.mark.parametrize("case", LINEARS, ids=str)
-def test_fused_linear_in_half_precision(case: tuple[Any, ...], rows: int, dtype: torch.dtype, way: str) -> None:
+def test_linear_in_half_precision_matches_float64(
+    case: tuple[Any, ...], rows: int, dtype: torch.dtype, way: str
+) -> None:
     """A norm's sums by the tensor cores."""
     layer, x, out, expected = layer_case(case, rows, 37, 150, dtype, way)
     assert_close("out", layer(x, out, case[-1]).cpu(), expected, 1e-2 if dtype == torch.bfloat16 else 2e-3)
@@ -220,7 +226,7 @@ def test_tiles_fit_tensor_cores_and_shared_memory(
 
 @needs_triton
 def test_chosen_tiles_are_those_measured_fastest() -> None:
-    """Of an H200's measurements at the sizes of SmolLM2-135M (columns, inner numbers, gated, normed), a norm's sums
+    """Of an H200's measurements at the sizes of SmolLM2-135M (columns, inner size, gated, normed), a norm's sums
     given."""
     sizes = [(2016, 576, False, True), (576, 576, False, False), (1536, 576, True, True), (576, 1536, False, False)]
     sizes.append((49152, 576, False, True))

@@ -126,14 +126,14 @@ def test_unaligned_inputs_compile_at_launch(calls: Any) -> None:
 
 def test_no_compiling_on_cpu_or_during_graph_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     for capturing in (False, True):
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda answer=capturing: answer)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
         assert launch._can_compile(torch.device("cuda", 0)) is not capturing
         assert not launch._can_compile(torch.device("cpu")) and not launch._can_compile(torch.device("meta"))
 
 
 @pytest.mark.gpu
 @every_rule
-def test_first_call_on_gpu(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_call_on_gpu_compiles_in_threads(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import triton
 
     compiled: list[str] = []
@@ -150,7 +150,7 @@ def test_first_call_on_gpu(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(compiled) >= 6 and all(name.startswith("ThreadPoolExecutor") for name in compiled)
 
 
-def test_triton_compiles_once_in_threads(tmp_path: Path) -> None:
+def test_kernels_compiled_in_threads_are_not_compiled_again_at_launch(tmp_path: Path) -> None:
     found = json.loads(run_compiling("compile_first_call", "decay", TRITON_CACHE_DIR=str(tmp_path)))
     assert found["compiled"] == ["a thread"] * 6, "a launch compiles again what it does not find"
     assert found["loaded"] == ["a thread on device 0"] * 6

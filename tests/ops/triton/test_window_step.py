@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.decode_kernels import DEVICE, needs_triton, numbers
+from helpers.decode_kernels import DEVICE, needs_triton, randn
 from helpers.engine import converted
 from helpers.gpu_compilation import run_compiling
 from helpers.relative_error import assert_close
@@ -30,19 +30,19 @@ def case(size: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
     """Rings that are empty, filling, just full, and have gone round; places that hold no token yet are poisoned."""
     B, S, G, d, w, pairs = size
     x: dict[str, Any] = dict(
-        keys=numbers(B, S, w, d, seed=1),
-        values=numbers(B, S, w, d, seed=2),
+        keys=randn(B, S, w, d, seed=1),
+        values=randn(B, S, w, d, seed=2),
         positions=torch.tensor([5 * w + 3, 0, w - 1])[:B],
-        q=numbers(B, G * S, d, seed=3),
-        k=numbers(B, S, d, seed=4),
-        v=numbers(B, S, d, seed=5),
+        q=randn(B, G * S, d, seed=3),
+        k=randn(B, S, d, seed=4),
+        v=randn(B, S, d, seed=5),
     )
     x |= {name: tensor.to(dtype) for name, tensor in x.items() if name != "positions"}
     for row, position in enumerate(x["positions"].tolist()):
         for name in ("keys", "values"):
             x[name][row, :, position:] = x[name][row, :, position:] if position >= w else math.nan
     if pairs:
-        angles = numbers(B, pairs + 1, seed=6)
+        angles = randn(B, pairs + 1, seed=6)
         chosen = torch.stack([torch.randperm(pairs + 1)[:pairs] for _ in range(S)])
         x["rotary"] = Rotary(angles.cos(), angles.sin(), chosen)
     return x
@@ -79,8 +79,8 @@ def test_window_step_matches_float64(
     size: tuple[int, ...], mixed: bool, softcap: float | None, dtype: torch.dtype, tolerance: float
 ) -> None:
     x, heads = case(size, dtype), size[1] * size[2]
-    rule_output = numbers(size[0], heads, size[3], seed=7).to(dtype) if mixed else None
-    share = numbers(heads, 1, seed=8).sigmoid().to(dtype) if mixed else None
+    rule_output = randn(size[0], heads, size[3], seed=7).to(dtype) if mixed else None
+    share = randn(heads, 1, seed=8).sigmoid().to(dtype) if mixed else None
     expected = truth(x, softcap, rule_output, share)
     rotary = Rotary(*(t.to(DEVICE) for t in x.pop("rotary"))) if "rotary" in x else None
     x = {name: tensor.to(DEVICE) for name, tensor in x.items()}
