@@ -36,12 +36,11 @@ def plain(
         z = F.linear(x, layer.weight, layer.bias)[labels != -100]
         return z if layer.softcap is None else layer.softcap * torch.tanh(z / layer.softcap)
 
-    predicted, labels = logits(own, hidden), labels[labels != -100]
-    loss = config.cross_entropy * F.cross_entropy(predicted, labels, reduction="sum")
+    predicted, targets = logits(own, hidden), labels[labels != -100]
+    loss = config.cross_entropy * F.cross_entropy(predicted, targets, reduction="sum")
     if teacher is not None and teacher_hidden is not None:
-        p, q = (
-            x.div(config.temperature).log_softmax(-1) for x in (logits(teacher, teacher_hidden).detach(), predicted)
-        )
+        both = logits(teacher, teacher_hidden).detach(), predicted
+        p, q = (x.div(config.temperature).log_softmax(-1) for x in both)
         if config.top_k:
             few = p.topk(config.top_k, -1).indices
             p, q = (_lumped(x.exp(), few).log() for x in (p, q))

@@ -51,7 +51,7 @@ def test_learning_rate_warms_up_and_follows_a_cosine() -> None:
         (dict(warmup=0.05, final=0.2), 1, [1]),
     ],
 )
-def test_warmup_decay_and_several_steps_are_optional(
+def test_warmup_and_decay_of_the_schedule_are_optional(
     stage: dict[str, float], steps: int, expected: list[float]
 ) -> None:
     found = [learning_rate_share(step, steps, Stage(**stage)) for step in range(steps)]
