@@ -35,6 +35,14 @@ class ConfigError(FastWeightsError):
 
 @dataclass(frozen=True)
 class FastWeightsConfig:
+    """How attention is replaced. Settings are checked when the object is made; it cannot be changed afterwards.
+
+    The command line has an option for each field. `help(name)` returns the description of a field.
+
+    Raises:
+        ConfigError: A setting is unknown, has a wrong type or value, or does not fit the others.
+    """
+
     rule: str = setting("decay", "Update rule that replaces softmax attention.", RULES)
     m: int = setting(32, "State width: each head keeps a d x m matrix. Not used by the local rule.", ge=1, le=LARGEST_M)
     feature_map: str | None = setting(
@@ -147,16 +155,20 @@ class FastWeightsConfig:
 
     @property
     def normalizes_attention(self) -> bool:
+        """Whether outputs are divided by the sum of the attention weights."""
         return "attention" in str(self.normalize)
 
     @property
     def normalizes_sum(self) -> bool:
+        """Whether the features of a query or key are divided by their sum."""
         return "sum" in str(self.normalize)
 
     def converts(self, layer_index: int) -> bool:
+        """Whether the layer with this index is converted."""
         return self.layers is None or layer_index in self.layers
 
     def to_dict(self) -> dict[str, Any]:
+        """The settings as JSON values. `from_dict` reverses it."""
         return asdict(self) | {"layers": None if self.layers is None else list(self.layers)}
 
     @classmethod
@@ -166,10 +178,12 @@ class FastWeightsConfig:
         return cls(**values)
 
     def to_json(self) -> str:
+        """The settings as JSON text. `from_json` reverses it."""
         return json.dumps(self.to_dict(), indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> FastWeightsConfig:
+        """The config with the settings in a JSON text."""
         return cls.from_dict(json.loads(text))
 
     @classmethod
@@ -179,6 +193,7 @@ class FastWeightsConfig:
 
     @classmethod
     def type_of(cls, name: str) -> Any:
+        """The type of a field."""
         return get_type_hints(cls)[name]
 
 
@@ -188,4 +203,5 @@ def is_whole(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
+    """Whether a value is a real number, Python's or NumPy's. bool does not count."""
     return isinstance(value, Real) and not isinstance(value, bool)

@@ -411,6 +411,7 @@ class CostResult(Result):
 
     @property
     def is_layer(self) -> bool:
+        """Whether this is the cost of one layer, not of whole models."""
         return self.level == "layer"
 
 

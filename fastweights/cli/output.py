@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 
 def print_description(described: Description, name: str) -> None:
+    """Print what a model is and how its memory grows."""
     from fastweights.modeling.description import summarize
 
     summary = Table(title=escape(name), title_justify="left", show_header=False, box=None)
@@ -28,6 +29,7 @@ def print_description(described: Description, name: str) -> None:
 
 
 def print_tables(result: Result) -> None:
+    """Print the tables that a report would have for a result."""
     from fastweights.report import tables_of
 
     console = Console()

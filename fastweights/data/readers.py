@@ -31,6 +31,8 @@ Documents = Iterator[tuple[str, int]]
 
 
 class Source(NamedTuple):
+    """Documents to read, and what identifies their content."""
+
     name: str
     identity: list[Any]  # changes when the source does
     documents: Documents

@@ -29,6 +29,7 @@ from fastweights.training.chunked_loss import LossConfig, head_loss, head_of
 from fastweights.training.losses import Batch, converted_layers, hidden_of, next_tokens
 from fastweights.training.output_fit import fit_outputs
 from fastweights.training.teacher import load_teacher, sizes_of
+from fastweights.training.trainer import split
 from fastweights.utils.errors import Argument, FastWeightsError
 from fastweights.utils.progress import progress_bar
 
@@ -110,9 +111,7 @@ def rank_layers(
 
 def batches_of(rows: Batch) -> list[Batch]:
     """Split rows into batches of at most BATCH_TOKENS tokens, at least one row each."""
-    count, length = rows["input_ids"].shape
-    at_once = max(1, BATCH_TOKENS // length)
-    return [{name: x[first : first + at_once] for name, x in rows.items()} for first in range(0, count, at_once)]
+    return split(rows, max(1, BATCH_TOKENS // rows["input_ids"].shape[1]))
 
 
 def _divergences(

@@ -54,6 +54,7 @@ class Perplexity:
 
     @property
     def bits_per_byte(self) -> float:
+        """Bits per byte of UTF-8."""
         return self.nll / math.log(2) / self.bytes
 
     def row(self, data: str) -> PerplexityRow:

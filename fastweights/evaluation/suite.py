@@ -60,17 +60,13 @@ def evaluate(
     """
     data = data or {}
     if not (data or tasks or recall) or (by_position and not data):
-        raise EvaluationError(
-            "nothing to evaluate on: give ",
-            Argument("data"),
-            " (which ",
-            Argument("by_position"),
-            " needs), ",
-            Argument("tasks"),
-            " or ",
-            Argument("recall"),
-        )
+        names = [Argument(name) for name in ("data", "by_position", "tasks", "recall")]
+        message = ("nothing to evaluate on: give ", names[0], " (which ", names[1], " needs), ", names[2], " or ")
+        raise EvaluationError(*message, names[3])
     position_length = length if position_length is None else position_length
+    if tasks:
+        check_tasks(tasks, task_folder)
+    _check_models(models, length, contexts if data else (), position_length if by_position else None)
     batches: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
     measures: dict[str, Measure] = {}
     if data:
@@ -90,21 +86,26 @@ def evaluate(
     if recall:
         measures["recall"] = lambda model, tokenizer: _recall(model, tokenizer, samples=recall_samples, **batches)
     if tasks:
-        check_tasks(tasks, task_folder)
         measures["tasks"] = lambda model, tokenizer: run_tasks(
             model, tokenizer, tasks, task_folder=task_folder, limit=limit, **batches
         )
-    for name, (model, _) in models.items():  # before the first model is measured, not after
-        with error_context(f"{name}: "):
-            for context in contexts if data else ():
-                check_windows(model, length, context)
-            if by_position:
-                check_positions(model, position_length, Argument("position_length"))
     measured = [_measure(name, *models[name], measures) for name in models]
     settings = {"length": length, "contexts": list(contexts), "batch_size": batch_size}
     settings |= {"position_length": position_length} if by_position else {}
     settings |= {"tasks": list(tasks), "limit": limit, "local_files": task_folder is not None} if tasks else {}
     return EvaluationResult(seed=0, tokens=scored_tokens(measured), settings=settings, models=measured)
+
+
+def _check_models(
+    models: Mapping[str, tuple[Any, Any]], length: int, contexts: Sequence[int], position_length: int | None
+) -> None:
+    """Check windows and positions of all models, before the first one is measured."""
+    for name, (model, _) in models.items():
+        with error_context(f"{name}: "):
+            for context in contexts:
+                check_windows(model, length, context)
+            if position_length is not None:
+                check_positions(model, position_length, Argument("position_length"))
 
 
 def scored_tokens(models: Sequence[EvaluatedModel]) -> int:

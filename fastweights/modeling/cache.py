@@ -43,9 +43,11 @@ class StateLayer(CacheLayerMixin):
         self.tensors: dict[str, Tensor] = {}
 
     def get(self, name: str) -> Tensor | None:
+        """The tensor of this name, None where there is none yet."""
         return self.tensors.get(name)
 
     def put(self, name: str, value: Tensor) -> None:
+        """Store a tensor, in place where possible, so that its address stays the same."""
         held = self.tensors.get(name)
         if held is None or torch.is_grad_enabled():  # autograd may still need the old one
             with torch.inference_mode(False):
@@ -62,10 +64,12 @@ class StateLayer(CacheLayerMixin):
         return kind(*(self.tensors[name] for name in kind._fields))
 
     def put_all(self, values: Any) -> None:
+        """Store the tensors of a NamedTuple by their names."""
         for name, value in zip(values._fields, values, strict=True):
             self.put(name, value)
 
     def select(self, rows: Tensor) -> None:
+        """Select or reorder rows of the batch."""
         for name, held in self.tensors.items():
             chosen = held.index_select(0, rows.to(held.device))
             if chosen.shape == held.shape:
@@ -168,6 +172,7 @@ class FastWeightsCache(Cache):
 
     @property
     def batch_size(self) -> int:
+        """Rows of the batch; -1 before the first token."""
         return -1 if self.lengths is None else self.lengths.shape[0]
 
     def _rows(self, rows: Tensor) -> None:

@@ -52,6 +52,7 @@ class Description:
 
     @property
     def added_parameters(self) -> int:
+        """Parameters that the conversion added."""
         return self.parameters - self.base_parameters
 
 

@@ -44,6 +44,7 @@ class Shape:
         return self.heads * self.d
 
     def random(self, *shape: int, scale: float = 1.0) -> Tensor:
+        """A random tensor. Its memory is checked before it is allocated."""
         check_room(torch.Size(shape).numel() * self.dtype.itemsize, self.device)
         return torch.randn(shape, dtype=self.dtype, device=self.device, generator=self.generator).mul_(scale)
 
@@ -58,10 +59,12 @@ class Layer:
         self.x = shape.random(shape.batch, shape.width)
 
     def projected(self, x: Tensor) -> list[Tensor]:
+        """All projections of x [B,W], each [B,H,width]."""
         heads = self.shape.heads
         return [part.unflatten(-1, (heads, -1)) for part in F.linear(x, self.w_in).split(self.widths, dim=-1)]
 
     def out(self, y: Tensor) -> Tensor:
+        """The output projection of y [B,H,d]."""
         return F.linear(y.flatten(1), self.w_out)
 
 

@@ -64,6 +64,9 @@ def decode_cost(
         compiled: Whether to compile every step with torch.compile.
         progress: Whether to show a progress bar.
 
+    Returns:
+        The cost of each model by length, without provenance.
+
     Raises:
         ConfigError: If there is no model, no length, or a model has too few positions for the shortest.
     """
@@ -146,13 +149,15 @@ def _check(models: Mapping[str, Any], lengths: Sequence[int], batch: int, timed_
 
 
 def check_lengths(lengths: Sequence[int]) -> None:
+    """Refuse an empty list of lengths, and lengths below 1."""
     if not lengths or min(lengths) < 1:
         raise ConfigError(
-            Argument("lengths"), f" must be at least one text length of 1 or more tokens, found {list(lengths)}"
+            Argument("lengths"), f" must be at least one length of 1 or more tokens, found {list(lengths)}"
         )
 
 
 def check_counts(**counts: int) -> None:
+    """Refuse counts below 1. The error names the argument."""
     for name, count in counts.items():
         if count < 1:
             raise ConfigError(Argument(name), f" must be at least 1, found {count}")

@@ -77,6 +77,7 @@ class Findings:
     ways: list[str] = field(default_factory=list)
 
     def add(self, length: int, seconds: float, cached_bytes: int, peak_bytes: int, runner: Runner) -> None:
+        """Add the measurement of a length."""
         kernel = None if runner.kernel is None else runner.kernel.name.lower()
         self.points.append(
             CostPoint(length=length, seconds=seconds, bytes=cached_bytes, peak_bytes=peak_bytes, kernel=kernel)
@@ -84,9 +85,11 @@ class Findings:
         self.ways.append(runner.how)
 
     def leave_out(self, length: int, reason: str) -> None:
+        """Note a length that could not be measured."""
         self.left_out.append(SkippedLength(length=length, reason=reason))
 
     def cost(self, name: str, converted: bool, positions: str | None = None) -> ModelCost:
+        """The measurements as a part of a CostResult."""
         how = ", ".join(dict.fromkeys(self.ways)) or None
         return ModelCost(
             name=name, converted=converted, how=how, points=self.points, left_out=self.left_out, positions=positions
@@ -237,6 +240,7 @@ def check_room(nbytes: int, device: torch.device) -> None:
 
 
 def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error says that memory is exhausted, on any device."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 

@@ -138,6 +138,7 @@ def tables_of(result: Result) -> list[Table]:
 
 
 def provenance_table(results: Sequence[LoadedResult]) -> Table:
+    """A row for each result file: when, by which code and on which machine it was measured."""
     names = ("date", "commit", "versions", "hardware", "seed")
     rows = [
         [
@@ -158,6 +159,7 @@ def _flat(value: Any) -> str:
 
 
 def write_page(path: Path, text: str | bytes) -> None:
+    """Write a file of a report. A failure is a ReportError."""
     try:
         write_text(path, text)
     except OSError as error:

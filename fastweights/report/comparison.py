@@ -40,6 +40,7 @@ class VariantRuns:
 
     @property
     def failed(self) -> list[TrainingResult]:
+        """The runs that diverged, or whose best perplexity is not finite."""
         return [run for run in self.runs if run.diverged or is_broken(perplexity_of(run.best))]
 
     @property
@@ -111,6 +112,7 @@ def mean_text(values: Sequence[float], failed: int) -> str:
 
 
 def comparison_tables(compared: Comparison) -> list[Table]:
+    """A table with a row for each variant."""
     header, rows = variant_rows(compared)
     note = comparison_note(compared)
     return table(compared.name, [compared.name, *header], rows, compared.entries, names=1, note=note)

@@ -18,6 +18,8 @@ from fastweights.results import CostResult, ModelCost
 
 @dataclass(frozen=True)
 class Measure:
+    """How a quantity of a CostPoint is named and formatted."""
+
     title: str
     column: str
     text: Callable[[Any], str]
@@ -77,6 +79,7 @@ def _from_where(less: str, start: int | None, shortest: float) -> str:
 
 
 def cost_plots(entry: CostEntry, suffix: str) -> list[Block]:
+    """A plot against length for each quantity that was measured."""
     plots: list[Block] = []
     for key in _measures(entry.cost):
         plots += plot(key + suffix, cost_panel(entry.cost, key, ", one layer" if entry.cost.is_layer else ""), [entry])

@@ -15,17 +15,23 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Text:
+    """A paragraph."""
+
     words: str
 
 
 @dataclass(frozen=True)
 class Bullets:
+    """A list of bullets, after a lead where there is one."""
+
     lines: Sequence[str]
     lead: str = ""
 
 
 @dataclass(frozen=True)
 class Code:
+    """A block of code."""
+
     language: str
     code: str
 
@@ -52,6 +58,7 @@ class Plot:
 
     @cached_property
     def svg(self) -> str:
+        """The plot, drawn once."""
         return self.draw()
 
 
@@ -60,21 +67,27 @@ Block = Text | Bullets | Code | Table | Plot
 
 @dataclass(frozen=True)
 class Section:
+    """A heading, and the blocks below it."""
+
     title: str
     blocks: Sequence[Block]
 
 
 @dataclass(frozen=True)
 class Page:
+    """A report without its format: a title, and sections."""
+
     title: str
     sections: Sequence[Section]
 
     @property
     def plots(self) -> list[Plot]:
+        """The plots of all sections."""
         return [block for section in self.sections for block in section.blocks if isinstance(block, Plot)]
 
 
 def to_markdown(page: Page) -> str:
+    """The page as Markdown. Plots are links to their files."""
     parts = [f"# {_plain(page.title)}"]
     for section in page.sections:
         parts += [f"## {_plain(section.title)}", *map(block_markdown, section.blocks)]
@@ -87,6 +100,7 @@ def _plain(text: str) -> str:
 
 
 def block_markdown(block: Block) -> str:
+    """A block as Markdown."""
     match block:
         case Text(words):
             return _plain(words)
@@ -131,6 +145,7 @@ POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
 def to_html(page: Page) -> str:
+    """The page as one HTML file with its plots inside."""
     head = [
         '<meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',

@@ -193,6 +193,11 @@ def _name_lines(axes: Any, panel: Panel) -> None:
 
 
 def check_matplotlib() -> Any:
+    """Import matplotlib.
+
+    Raises:
+        ReportError: If it is not installed.
+    """
     try:
         import matplotlib
     except ImportError as error:

@@ -68,6 +68,7 @@ def _recall(entry: ModelEntry, probe: str) -> Sequence[RecallRow]:
 
 
 def model_tables(models: Sequence[ModelEntry]) -> list[Table]:
+    """The models: rule, parameters, size of the state."""
     about = [
         [
             entry.label,
@@ -161,6 +162,7 @@ def _line(entry: ModelEntry, models: Sequence[ModelEntry], points: Sequence[Poin
 
 
 def recall_plots(models: Sequence[ModelEntry]) -> list[Plot]:
+    """A plot of accuracy against distance for each probe."""
     return [
         drawn
         for probe, what in PROBES.items()
@@ -170,6 +172,7 @@ def recall_plots(models: Sequence[ModelEntry]) -> list[Plot]:
 
 
 def recall_tables(models: Sequence[ModelEntry]) -> list[Table]:
+    """A table of accuracy by distance for each probe."""
     tables: list[Table] = []
     for probe, what in PROBES.items():
         measured = _probed(models, probe)
@@ -203,6 +206,7 @@ def _recall_panel(measured: Sequence[ModelEntry], models: Sequence[ModelEntry], 
 
 
 def task_tables(models: Sequence[ModelEntry]) -> list[Table]:
+    """The metrics of lm-eval tasks, compared with the base, and their averages."""
     measured = [entry for entry in models if entry.model.tasks is not None]
     rows = [
         [task, metric, entry.label, *_score_cells(metrics, _tasks(base).get(task, {}), metric)]

@@ -25,11 +25,13 @@ def is_broken(value: float | None) -> bool:
 
 
 def ratio(value: float | None, base: float | None) -> float | None:
+    """value / base, None where either is missing, not finite, or the base is 0."""
     above, below = finite(value), finite(base)
     return None if above is None or not below else above / below
 
 
 def perplexity_text(value: float | None) -> str:
+    """A perplexity with as many digits as it deserves; "diverged" where it is not finite."""
     if value is None:
         return MISSING
     if not math.isfinite(value):
@@ -56,6 +58,7 @@ def count_text(value: float | None) -> str:
 
 
 def percent_text(value: float | None, digits: int = 1) -> str:
+    """A share as a percentage; a small one as "< 0.1 %"."""
     found, smallest = finite(value), 10**-digits
     if found is not None and 0 < 100 * found < smallest / 2:
         return f"< {smallest:g} %"
@@ -63,15 +66,18 @@ def percent_text(value: float | None, digits: int = 1) -> str:
 
 
 def times_text(value: float | None) -> str:
+    """A ratio: 1.02 ×, 16.4 ×, 1,024 ×."""
     return MISSING if value is None else f"{value:,.0f} ×" if value >= 100 else f"{value:.{1 + (value < 10)}f} ×"
 
 
 def bytes_text(value: float | None) -> str:
+    """A number of bytes in decimal units."""
     found = finite(value)
     return MISSING if found is None else decimal(int(found))
 
 
 def seconds_text(value: float | None) -> str:
+    """A duration in a unit that fits it: µs to hours."""
     found = finite(value)
     if found is None:
         return MISSING
@@ -83,6 +89,7 @@ def seconds_text(value: float | None) -> str:
 
 
 def axis_text(value: float) -> str:
+    """A label of an axis."""
     return count_text(value) if abs(value) >= 1000 else f"{value:.4g}"
 
 

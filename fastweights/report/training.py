@@ -48,6 +48,7 @@ def _outcome(entry: RunEntry) -> str:
 
 
 def perplexity_of(point: ValidationPoint | BaseModel | None) -> float | None:
+    """The perplexity of a point, None where there is no point."""
     return None if point is None else point.perplexity
 
 
@@ -62,6 +63,7 @@ def _stage_name(run: TrainingResult, index: int) -> str:
 
 
 def training_tables(entries: Sequence[RunEntry]) -> list[Table]:
+    """Tables of the runs and of their stages."""
     stages = [
         [
             entry.label,
@@ -98,6 +100,7 @@ def _run_cells(entry: RunEntry) -> list[str]:
 
 
 def training_plots(entries: Sequence[RunEntry]) -> list[Plot]:
+    """Plots of training loss and of validation perplexity against tokens."""
     borders, stages = _stages([entry.run for entry in entries])
     x_label = f"tokens ({stages})" if stages else "tokens"
     losses = [line for i, entry in enumerate(entries) for line in _loss_lines(entry, i)]
@@ -111,6 +114,7 @@ def training_plots(entries: Sequence[RunEntry]) -> list[Plot]:
 
 
 def validation_of(run: TrainingResult) -> list[Point]:
+    """Validation perplexity by tokens."""
     return [(point.tokens, point.perplexity) for point in run.validation]
 
 
@@ -126,6 +130,7 @@ def validation_panel(
     borders: Sequence[tuple[float, str]] = (),
     title: str = "Validation perplexity",
 ) -> Panel:
+    """A panel of validation perplexity, with the base models as horizontal lines."""
     levels = [(base, f"base model: {perplexity_text(base)}") for base in bases]
     shown = _shown_range(lines, bases)
     y_label = "perplexity" if shown is None else f"perplexity (cut off at {axis_text(shown[1])})"
@@ -186,6 +191,7 @@ class Curve:
 
     @classmethod
     def of(cls, run: TrainingResult) -> Curve:
+        """The curve of a training result."""
         return cls(validation_of(run), run.diverged is not None)
 
 

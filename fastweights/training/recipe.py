@@ -74,11 +74,18 @@ class Stage:
 
     @property
     def needs_teacher(self) -> bool:
+        """Whether the loss compares the student with a teacher."""
         return self.loss != "finetune" or self.teaches_layers
 
 
 @dataclass(frozen=True)
 class Recipe:
+    """How a model is trained: stages, and what they share. Settings are checked when the object is made.
+
+    Raises:
+        RecipeError: A setting is unknown, has a wrong type or value, or does not fit the others.
+    """
+
     stages: tuple[Stage, ...] = field(default=(Stage(),), metadata={"help": "The stages, in order.", "choices": ()})
     length: int = setting(512, "Tokens of a sequence.", ge=2)
     batch_tokens: int = setting(16_384, "Tokens of a step, over all processes.", ge=2)
@@ -114,6 +121,7 @@ class Recipe:
                 raise RecipeError(Argument("batch_tokens"), f" must be a multiple of the sequence length, {found}")
 
     def length_of(self, stage: Stage) -> int:
+        """Tokens of a sequence in this stage."""
         return stage.length or self.length
 
     def rows_of(self, stage: Stage) -> int:
@@ -121,13 +129,16 @@ class Recipe:
         return self.batch_tokens // self.length_of(stage)
 
     def steps_of(self, stage: Stage) -> int:
+        """Steps of a stage, rounded up to whole batches."""
         return max(1, -(-stage.tokens // self.batch_tokens))
 
     @property
     def needs_teacher(self) -> bool:
+        """Whether any stage needs a teacher."""
         return any(stage.needs_teacher for stage in self.stages)
 
     def to_dict(self) -> dict[str, Any]:
+        """The settings as JSON values. `from_dict` reverses it."""
         return asdict(self) | {"stages": [asdict(stage) for stage in self.stages]}
 
     @classmethod
