@@ -31,7 +31,7 @@ from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.families import family_of
 from fastweights.modeling.positions import position_limit
 from fastweights.training import checkpoint as saved
-from fastweights.training.trainer import perplexity
+from fastweights.training.trainer import perplexity_from_loss
 from fastweights.utils.errors import Argument, Stopped, error_context
 from fastweights.utils.files import absolute, write_json
 from fastweights.utils.progress import RunsDisplay
@@ -250,7 +250,7 @@ class _Runner:
             job, exit_code = training.job, 0 if training.process is None else training.process.poll()
             logged = last_logged(job.training / saved.LOG)
             loss = logged.get("validation_loss")
-            self.display.update(job.name, logged.get("tokens"), None if loss is None else perplexity(loss))
+            self.display.update(job.name, logged.get("tokens"), None if loss is None else perplexity_from_loss(loss))
             if exit_code is not None:
                 self.running.remove(training)
                 # a run that diverged has a result, too, whatever its exit code is

@@ -469,7 +469,7 @@ class Trainer:
         name = Path(self.teacher.config._name_or_path).name
         self.display.print(f"measuring {name}")
         loss = self.validation_loss(lambda batch: next_token_loss(self.teacher, batch))
-        self.progress.base = {"name": name, "perplexity": perplexity(loss)}
+        self.progress.base = {"name": name, "perplexity": perplexity_from_loss(loss)}
 
     def _validate(self, module: nn.Module) -> bool:
         """Validate and log it. Returns whether it is the best so far; the one before the first step does not count."""
@@ -485,7 +485,7 @@ class Trainer:
                 raise Diverged(f"step {progress.step}: the validation loss is {loss}")
             return False  # right after conversion; training may repair it
         point = {"step": progress.step, "tokens": progress.tokens, "stage": progress.stage, "loss": loss}
-        progress.validation.append(point | {"perplexity": perplexity(loss)})
+        progress.validation.append(point | {"perplexity": perplexity_from_loss(loss)})
         self._write_log({"step": progress.step, "stage": progress.stage, "validation_loss": loss})
         base = None if progress.base is None else progress.base["perplexity"]
         self.display.validation(progress.tokens, progress.validation[-1]["perplexity"], base)
@@ -644,7 +644,7 @@ def _make_accelerator(config: TrainConfig, folder: Path) -> Accelerator:
     return accelerator
 
 
-def perplexity(loss: float) -> float:
+def perplexity_from_loss(loss: float) -> float:
     """exp(loss), without an overflow."""
     return math.exp(min(loss, 700.0))
 
