@@ -9,7 +9,7 @@ it gets the same inputs as the operation. Errors are ||found - truth|| / ||truth
 - a tensor whose elements are smaller than SMALLEST (a state after a hundred closed gates);
 - some gradients are differences of terms that may be much larger, and are compared with at least CANCELLED of these:
   a gate's is q dq - k dk or y dy - v dv (docs/derivations.md), and zero where the gate is past the floor; that of
-  a query whose output is normalised is zero along the query (so all of it where m is 1: compared with the whole term),
+  a query whose output is normalized is zero along the query (so all of it where m is 1: compared with the whole term),
   and, as that of a key, zero where only one token is remembered; delta's state is erased along the first keys, all of
   it where m is 1, and what is left of its gradient is compared with the upstream gradient of a state.
 Kernels are compiled for padded widths, flags and dtypes, so these come in a fixed number of kinds; sizes vary freely.
@@ -73,7 +73,7 @@ def draw_case(seed: int) -> Case:
         "groups": groups,
         "T": sizes.randint(1, longest),
         "m": sizes.randint(1 if widest_m == 16 else widest_m // 2 + 1, widest_m),
-        # the normaliser is one more row of the state
+        # the normalizer is one more row of the state
         "d": sizes.randint(1 if widest_d == 16 else widest_d // 2 + 1, widest_d) - normalize or 1,
         "B": sizes.randint(1, 3),
         "H": heads,
@@ -123,8 +123,8 @@ def run(case: Case, inputs: Tensors, flags: Tensors, upstream: Tensors, backend:
 
 def cancelled_terms(case: Case, inputs: Tensors, upstream: Tensors, truth: Tensors) -> Tensors:
     """The terms whose difference a gradient is; a gate's are brought to its logit by the share that the gate shuts
-    out. Of a query's, one is y dy times the normaliser over its product with the query, so at least y dy / |q|; of a
-    normalised key's, one is v dv along the key."""
+    out. Of a query's, one is y dy times the normalizer over its product with the query, so at least y dy / |q|; of a
+    normalized key's, one is v dv along the key."""
 
     def of_states(x: Tensor) -> Tensor:
         return x.unflatten(2, (case["H"], -1)).sum(3)

@@ -35,7 +35,7 @@ class ConfigError(FastWeightsError):
 
 @dataclass(frozen=True)
 class FastWeightsConfig:
-    """How attention is replaced. Settings are checked when the object is made; it cannot be changed afterwards.
+    """The settings of a conversion. They are checked when the object is made, and cannot be changed afterwards.
 
     The command line has an option for each field. `help(name)` returns the description of a field.
 
@@ -44,46 +44,50 @@ class FastWeightsConfig:
     """
 
     rule: str = setting("decay", "Update rule that replaces softmax attention.", RULES)
-    m: int = setting(32, "State width: each head keeps a d x m matrix. Not used by the local rule.", ge=1, le=LARGEST_M)
+    m: int = setting(32, "State width: each head has a state of d x m. Not used by the local rule.", ge=1, le=LARGEST_M)
     feature_map: str | None = setting(
-        None, "Map applied to queries and keys; by default the rule's best in the paper.", FEATURE_MAPS
+        None, "Feature map of queries and keys; by default the best one for the rule in the paper.", FEATURE_MAPS
     )
     normalize: str | None = setting(
-        None, "Normalisation of outputs and/or features; by default the rule's best in the paper.", NORMALIZERS
+        None,
+        "Normalization of outputs (attention), features (sum) or both; by default the best for the rule in the paper.",
+        NORMALIZERS,
     )
     gate_init: str = setting(
         "uniform",
-        "Start of the forget gates: uniform (the paper's) or log (memory lengths spread logarithmically "
-        "from one token to train_length).",
+        "Initialization of the forget gates: uniform (as in the paper), or log (memory lengths spread "
+        "logarithmically from one token to train_length).",
         GATE_INITS,
     )
     projection_init: str = setting(
         "attention",
-        "Start of queries and keys: the attention's own, or their best approximation of the state's width; or random.",
+        "Initialization of queries and keys: from the pretrained attention (approximated if m is smaller), or random.",
         ("attention", "random"),
     )
     window: int | None = setting(
         None,
-        "Width of an exact softmax window joined to the state, 0 for none "
-        f"(for the local rule: its window, {DEFAULT_LOCAL_WINDOW} by default).",
+        "Tokens in the softmax window that is mixed with the state, 0 for no window; by default 0 "
+        f"({DEFAULT_LOCAL_WINDOW} for the local rule, which is the window alone).",
         ge=0,
     )
-    output_norm: bool = setting(False, "RMS norm on each head's output.")
-    rotary: str = setting("keep", "Rotary positions on queries and keys, where the model has them.", ("keep", "drop"))
+    output_norm: bool = setting(False, "Apply an RMS norm to the output of each head.")
+    rotary: str = setting(
+        "keep", "Whether queries and keys of the state keep rotary embeddings, if the model has them.", ("keep", "drop")
+    )
     state_heads: str = setting(
-        "query", "One state per query head, or one per key-value head shared by its group.", ("query", "kv")
+        "query", "One state per query head, or one per key-value head, shared by its group.", ("query", "kv")
     )
     layers: tuple[int, ...] | None = setting(
-        None, "Layers to convert (numbers from 0); the others stay attention. By default all of them."
+        None, "Layers to convert, counted from 0; the others remain attention. By default all layers."
     )
-    train_length: int = setting(1024, "Text length, in tokens, that log gates are spread over.", ge=1)
+    train_length: int = setting(1024, "Longest memory of log gates, in tokens.", ge=1)
     positions: str = setting(
         "error",
-        "What to do past the end of a learned position table (GPT-2, OPT): error, or clamp "
+        "What to do beyond the end of a learned position table (GPT-2, OPT): raise an error, or clamp "
         "(every later token gets the last position).",
         ("error", "clamp"),
     )
-    seed: int = setting(0, "Seed of the new parameters.", ge=0, le=LARGEST_SEED)
+    seed: int = setting(0, "Seed for the initialization of new parameters.", ge=0, le=LARGEST_SEED)
 
     def __post_init__(self) -> None:
         if isinstance(self.layers, list):
@@ -118,11 +122,11 @@ class FastWeightsConfig:
         for undefined, reason in (
             (
                 self.rule == "decay" and self.normalize != "none",
-                "the decay rule has no normaliser: its gates bound the state (use normalize='none')",
+                "the decay rule has no normalizer: its gates bound the state (use normalize='none')",
             ),
             (
                 self.rule == LOCAL and (self.feature_map, self.normalize) != ("none", "none"),
-                "local attention is a softmax over its window: it has no feature map and no normaliser of its own",
+                "local attention is a softmax over its window: it has no feature map and no normalizer of its own",
             ),
             (
                 self.rule == LOCAL
@@ -132,7 +136,7 @@ class FastWeightsConfig:
             ),
             (
                 self.normalizes_sum and self.feature_map not in POSITIVE_MAPS,
-                "sum normalisation divides by the sum of the features, which must be positive: "
+                "sum normalization divides by the sum of the features, which must be positive: "
                 f"use one of the maps {', '.join(POSITIVE_MAPS)}",
             ),
             (

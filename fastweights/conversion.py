@@ -15,14 +15,14 @@ from fastweights.utils.errors import Argument
 
 
 def convert(model: Any, config: FastWeightsConfig | None = None) -> Any:
-    """Replace the attention of a pretrained model by fast weights, in place.
+    """Replace the attention of a pretrained model with fast weights, in place.
 
     Args:
         model: a causal language model of transformers, in a float dtype and in memory.
-        config: the settings. None: the defaults of FastWeightsConfig.
+        config: the settings; by default those of FastWeightsConfig().
 
     Returns:
-        The same object, now of the registered class of its family: it generates, saves and loads as before.
+        The same object, with the class of converted models of its family. It generates, saves and loads as before.
 
     Raises:
         ConfigError: if the model is already converted, quantized or offloaded, or a setting does not fit it.
@@ -97,7 +97,7 @@ _SMALL_MODULES = ("gates.f", "gates.z", "gates.g", "feature_map", "output_norm",
 
 
 def lora_modules(model: Any) -> dict[str, list[str]]:
-    """Arguments for peft's LoraConfig: low-rank updates of the projections; small new modules are trained completely.
+    """Return arguments for peft's LoraConfig: projections get low-rank updates, small new modules train completely.
 
     Args:
         model: a converted model.

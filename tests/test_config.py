@@ -14,7 +14,7 @@ import fastweights
 from fastweights.config import DEFAULT_LOCAL_WINDOW, FEATURE_MAPS, POSITIVE_MAPS, RULES, ConfigError, FastWeightsConfig
 
 FIELDS = [f.name for f in fields(FastWeightsConfig)]
-# The best configuration of each rule in the paper's Table 1: feature map, normaliser, window.
+# The best configuration of each rule in the paper's Table 1: feature map, normalizer, window.
 DEFAULTS = {
     "decay": ("none", "none", 0),
     "gated": ("none", "none", 0),
@@ -54,13 +54,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"layers": (True,)}, r"layers must be whole numbers or empty, found \(True,\)"),
     ({"layers": ()}, r"layers must name at least one layer and each only once, found \(\)"),
     ({"layers": (2, 2)}, r"layers must name at least one layer and each only once, found \(2, 2\)"),
-    ({"rule": "decay", "normalize": "attention"}, r"rule='decay'.*the decay rule has no normaliser"),
-    ({"rule": "decay", "feature_map": "relu", "normalize": "sum"}, r"the decay rule has no normaliser"),
-    ({"rule": "local", "feature_map": "relu"}, r"local attention is a softmax.*no feature map and no normaliser"),
-    ({"rule": "local", "normalize": "attention"}, r"local attention is a softmax.*no feature map and no normaliser"),
-    ({"rule": "delta", "feature_map": "none"}, r"sum normalisation divides by the sum .* must be positive"),
+    ({"rule": "decay", "normalize": "attention"}, r"rule='decay'.*the decay rule has no normalizer"),
+    ({"rule": "decay", "feature_map": "relu", "normalize": "sum"}, r"the decay rule has no normalizer"),
+    ({"rule": "local", "feature_map": "relu"}, r"local attention is a softmax.*no feature map and no normalizer"),
+    ({"rule": "local", "normalize": "attention"}, r"local attention is a softmax.*no feature map and no normalizer"),
+    ({"rule": "delta", "feature_map": "none"}, r"sum normalization divides by the sum .* must be positive"),
     ({"rule": "delta", "feature_map": "rfa"}, r"use one of the maps relu, elu, dpfp, favor\+"),
-    ({"rule": "add", "normalize": "attention+sum"}, r"sum normalisation divides by the sum"),
+    ({"rule": "add", "normalize": "attention+sum"}, r"sum normalization divides by the sum"),
     ({"rule": "add", "feature_map": "dpfp", "m": 5}, r"m=5.*dpfp makes an even number of features, at least 4"),
     ({"rule": "add", "feature_map": "dpfp", "m": 2}, r"m=2.*dpfp makes an even number of features, at least 4"),
     ({"rule": "add", "feature_map": "rfa", "m": 3}, r"m=3.*a sine and a cosine .* m must be even"),
@@ -115,7 +115,7 @@ def test_config_is_frozen(name: str) -> None:
 def test_replace_validates_again() -> None:
     config = FastWeightsConfig(rule="gated", normalize="attention", feature_map="relu")
     assert replace(config, m=8).m == 8
-    with pytest.raises(ConfigError, match="no normaliser"):
+    with pytest.raises(ConfigError, match="no normalizer"):
         replace(config, rule="decay")
 
 

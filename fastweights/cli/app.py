@@ -20,7 +20,7 @@ from fastweights.cli.report import report
 from fastweights.cli.train import train
 
 app = typer.Typer(
-    help="Pretrained Transformers into recurrent models.",
+    help="Turn pretrained Transformers into recurrent models.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,

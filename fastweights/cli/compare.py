@@ -22,18 +22,24 @@ def compare(
         ),
     ],
     model: Annotated[str, typer.Option(help="The base of all runs: a hub id, a folder or a GGUF file.")],
-    data: Annotated[str, typer.Option(help="Text to train on, as for train.")],
-    validation: Annotated[str, typer.Option(help="Text to validate on, as --data.")],
+    data: Annotated[str, typer.Option(help="Text to train on, in the formats that train accepts.")],
+    validation: Annotated[str, typer.Option(help="Text to validate on, in the same formats as --data.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for runs and results.")],
-    test: Annotated[list[str], typer.Option(help="Text for each best model's perplexity; may be given again.")] = [],  # noqa: B006
-    jobs: Annotated[int, typer.Option(min=1, help="Runs at once, each a process; they share the device.")] = 1,
-    only: Annotated[str, typer.Option(help="Only these runs of the grid: NAME,NAME.")] = "",
+    test: Annotated[
+        list[str], typer.Option(help="Text to measure the perplexity of each best model on; may be repeated.")
+    ] = [],  # noqa: B006
+    jobs: Annotated[
+        int, typer.Option(min=1, help="Number of runs at a time. Each is a process; they share the device.")
+    ] = 1,
+    only: Annotated[str, typer.Option(help="Run only these runs of the grid: NAME,NAME.")] = "",
     keep: Annotated[bool, typer.Option("--keep", help="Keep the models of finished runs.")] = False,
-    change: Annotated[list[str], typer.Option("--set", help="Change every run's recipe, as --set of train.")] = [],  # noqa: B006
-    limit: Annotated[int | None, typer.Option(min=1, help="Tokens to read of the data, at most.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, or by default a GPU where there is one.")] = None,
+    change: Annotated[
+        list[str], typer.Option("--set", help="Change the recipe of every run, like --set of train; may be repeated.")
+    ] = [],  # noqa: B006
+    limit: Annotated[int | None, typer.Option(min=1, help="Read at most this many tokens of the data.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one.")] = None,
 ) -> None:
-    """Train many variants of one model and compare them. Stopped or killed, it resumes with the same command."""
+    """Train many variants of one model and compare them. The same command resumes an interrupted comparison."""
     from fastweights.experiments.grid import choose, load_grid, with_changes
     from fastweights.training.recipe import parse_changes
 

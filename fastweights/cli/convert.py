@@ -1,4 +1,4 @@
-"""`fastweights convert`: replace a model's attention by fast weights."""
+"""`fastweights convert`: replace the attention of a model with fast weights."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ def convert(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write the converted model to.")],
     config: FastWeightsConfig,
     dtype: Annotated[Dtype, typer.Option(help=DTYPE_HELP)] = "auto",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output folder that is not empty.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the output folder if it already holds a saved model.")
+    ] = False,
 ) -> None:
-    """Replace a model's attention by fast weights. The tokenizer, where there is one, is saved with the result."""
+    """Replace the attention of a model with fast weights. The tokenizer, if there is one, is saved with the model."""
     from transformers.utils import logging
 
     from fastweights import convert as converter

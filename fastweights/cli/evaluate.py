@@ -24,30 +24,35 @@ from fastweights.cli.output import print_tables
 def evaluate(
     models: Annotated[
         list[str],
-        typer.Argument(metavar="MODEL...", help="Models: folders, hub ids, GGUF files; the base first."),
+        typer.Argument(metavar="MODEL...", help="Models to compare, the base first: folders, hub ids or GGUF files."),
     ],
-    data: Annotated[list[str], typer.Option(help="Text for perplexity; may be given again.")] = [],  # noqa: B006
+    data: Annotated[list[str], typer.Option(help="Text to measure perplexity on; may be repeated.")] = [],  # noqa: B006
     length: Annotated[
-        int | None, typer.Option(help="Tokens of a window; by default 1024, or what all models have positions for.")
+        int | None, typer.Option(help="Tokens in a window; by default 1024, or fewer if a model has fewer positions.")
     ] = None,
-    context: Annotated[str, typer.Option(help="Tokens of a window that are seen and not scored, such as 0,480.")] = "0",
-    by_position: Annotated[bool, typer.Option("--by-position", help="Loss by position in the window.")] = False,
+    context: Annotated[
+        str, typer.Option(help="Tokens of a window that are read but not scored; a list such as 0,480.")
+    ] = "0",
+    by_position: Annotated[
+        bool, typer.Option("--by-position", help="Measure the loss by position in the window.")
+    ] = False,
     position_length: Annotated[
-        int | None, typer.Option(min=1, help="Window of --by-position; by default --length.")
+        int | None, typer.Option(min=1, help="Tokens in a window of --by-position; by default --length.")
     ] = None,
-    recall: Annotated[bool, typer.Option("--recall", help="Recall of pairs and copying, by distance.")] = False,
+    recall: Annotated[bool, typer.Option("--recall", help="Measure recall of pairs and copying, by distance.")] = False,
     tasks: Annotated[str, typer.Option(help="lm-eval tasks, such as lambada,hellaswag.")] = "",
     task_folder: Annotated[
-        Path | None, typer.Option(help="Folder with the tasks' JSON lines; by default lm-eval downloads them.")
+        Path | None,
+        typer.Option(help="Folder with the data of the tasks as JSON lines; by default lm-eval downloads it."),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Items of each task, at most.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Run at most this many items of each task.")] = None,
     text_field: Annotated[str, typer.Option(help="Field of JSON lines and data sets that holds the text.")] = "text",
-    batch_size: Annotated[int, typer.Option(help="Windows at once.")] = 8,
-    device: Annotated[str | None, typer.Option(help="Device to run on; by default a GPU where there is one.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Windows in a batch.")] = 8,
+    device: Annotated[str | None, typer.Option(help="Device to run on; by default a GPU if there is one.")] = None,
     dtype: Annotated[Dtype, typer.Option(help=DTYPE_HELP)] = "auto",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON file for the result.")] = None,
 ) -> None:
-    """Measure models and compare them: perplexity, recall, lm-eval tasks."""
+    """Measure and compare models: perplexity, recall and lm-eval tasks."""
     from transformers.utils import logging
 
     from fastweights.data.readers import read_text

@@ -1,4 +1,4 @@
-"""`fastweights generate`: continue a text, and save or load the state after it."""
+"""`fastweights generate`: continue a prompt, and save or load the state after it."""
 
 from __future__ import annotations
 
@@ -24,19 +24,25 @@ if TYPE_CHECKING:
 def generate(
     folder: SavedModel,
     prompt: Annotated[str, typer.Option(help="Text to continue; - reads it from standard input.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate, unless the text ends before.")] = 100,
-    temperature: Annotated[float | None, typer.Option(help="Sample, from logits divided by this.")] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens to generate, unless an end-of-text token comes first.")
+    ] = 100,
+    temperature: Annotated[float | None, typer.Option(help="Sample, with logits divided by this.")] = None,
     top_k: Annotated[int | None, typer.Option(min=1, help="Sample from the k likeliest tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Sample from the likeliest that sum to p.")] = None,
-    repetition_penalty: Annotated[float, typer.Option(help="Divide logits of tokens seen before by this.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(min=0, help="Sample, with this seed.")] = None,
-    num_beams: Annotated[int, typer.Option(min=1, help="Beams to search with.")] = 1,
-    load_state: Annotated[Path | None, typer.Option(help="Continue the text whose state was saved here.")] = None,
-    save_state: Annotated[Path | None, typer.Option(help="Save the state after the text, to continue it.")] = None,
-    device: Annotated[str | None, typer.Option(help="Device to run on; by default a GPU where there is one.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Sample from the likeliest tokens that sum to p.")
+    ] = None,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Penalty for tokens that were seen before; 1 for none.")
+    ] = 1.0,
+    seed: Annotated[int | None, typer.Option(min=0, help="Sample with this seed.")] = None,
+    num_beams: Annotated[int, typer.Option(min=1, help="Number of beams.")] = 1,
+    load_state: Annotated[Path | None, typer.Option(help="Continue from the state saved in this file.")] = None,
+    save_state: Annotated[Path | None, typer.Option(help="Save the state after the last token to this file.")] = None,
+    device: Annotated[str | None, typer.Option(help="Device to run on; by default a GPU if there is one.")] = None,
     dtype: Annotated[Dtype, typer.Option(help=DTYPE_HELP)] = "auto",
 ) -> None:
-    """Continue a text. Decodes greedily unless a sampling option is given, and prints the new text as it comes."""
+    """Continue a prompt and print the new text as it is generated. Greedy, unless a sampling option is given."""
     from transformers import TextStreamer
 
     from fastweights.decode.generation import generate_sequence, state_after

@@ -15,9 +15,9 @@ from fastweights.cli.output import print_description
 @reports_errors
 def info(
     folder: SavedModel,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show what a saved model is and how much memory its cache takes. Reads no weights."""
+    """Print the settings and the memory use of a saved model, without reading its weights."""
     from fastweights.modeling.description import describe_folder
 
     described = describe_folder(folder)

@@ -119,14 +119,15 @@ def _option(setting: Field) -> inspect.Parameter:
 
 
 def _with_default(setting: Field) -> str:
-    default = "" if setting.default is None else f" Unless the recipe says otherwise, {setting.default}."
+    default = "" if setting.default is None else f" Default, unless the recipe sets it: {setting.default}."
     return Recipe.help(setting.name) + default
 
 
 def stage_help() -> str:
     """Every setting of a stage, for the help of --set."""
     described = [f"{f.name} ({f.default}): {f.metadata['help']}" for f in fields(Stage)]
-    return "Change a stage: LOSS.NAME=VALUE, such as distill.tokens=1000000. Names and defaults: " + " ".join(described)
+    usage = "Change a setting of a stage: LOSS.NAME=VALUE, such as distill.tokens=1000000; may be repeated."
+    return f"{usage} Names and defaults: {' '.join(described)}"
 
 
 def takes_changes(command: Callable[..., None]) -> Callable[..., None]:

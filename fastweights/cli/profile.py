@@ -25,26 +25,30 @@ if TYPE_CHECKING:
     from fastweights.results import CostResult
 
 PROFILED_HELP = "Models to compare, the base first; by default the paper's layer and the packaged model."
-LENGTHS_HELP = "Text lengths, in tokens; by default 128 to 65,536, for models on a CPU 256 to 16,384."
-COST_OUTPUT_HELP = "JSON file for the result; its figure is drawn beside it, as .png and .svg."
+LENGTHS_HELP = "Context lengths, in tokens; by default 128 to 65,536, or 256 to 16,384 for models on a CPU."
+COST_OUTPUT_HELP = "JSON file for the result. The figure is written next to it as .png and .svg."
 
 
 @reports_errors
 def profile(
     models: Annotated[list[str] | None, typer.Argument(metavar="[MODEL]...", help=PROFILED_HELP)] = None,
-    layer: Annotated[bool, typer.Option("--layer", help="Only the layer of the paper's Figure 1.")] = False,
+    layer: Annotated[bool, typer.Option("--layer", help="Measure only the layer of the paper's Figure 1.")] = False,
     lengths: Annotated[str | None, typer.Option(help=LENGTHS_HELP)] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Texts at once: 1, for the layer 32.")] = None,
-    heads: Annotated[int | None, typer.Option(min=1, help="Heads of the layer: the paper's 1.")] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences in a batch; by default 1, or 32 for the layer.")
+    ] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Heads of the layer; by default 1, as in the paper.")] = None,
     compile: Annotated[bool, typer.Option("--compile", help="Compile every step with torch.compile.")] = False,
-    device: Annotated[str | None, typer.Option(help="Device to run on; by default a GPU where there is one.")] = None,
+    device: Annotated[str | None, typer.Option(help="Device to run on; by default a GPU if there is one.")] = None,
     dtype: Annotated[Dtype, typer.Option(help=DTYPE_HELP)] = "auto",
     output: Annotated[Path | None, typer.Option("--output", "-o", help=COST_OUTPUT_HELP)] = None,
-    source: Annotated[Path | None, typer.Option("--from", help="Draw this result again; measures nothing.")] = None,
+    source: Annotated[
+        Path | None, typer.Option("--from", help="Draw the figure of this result; measures nothing.")
+    ] = None,
     context: typer.Context = None,  # type: ignore[assignment]
 ) -> None:
-    """Time and memory of one more token after texts of several lengths. A converted model alone is compared with the
-    model it was made from, where that is found."""
+    """Measure the time and memory of one token after contexts of several lengths. A single converted model is
+    compared with its base model, if that is found."""
     from transformers.utils import logging
 
     from fastweights.profiling.suite import load_with_base

@@ -13,11 +13,11 @@ from fastweights.cli.options import reports_errors
 
 @reports_errors
 def quickstart(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for what is made.")] = Path(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the models and the report.")] = Path(
         "quickstart-output"
     ),
 ) -> None:
-    """The whole story on a small packaged model: convert it, train it back, measure it, report."""
+    """Convert, train and evaluate a small packaged model, and write a report."""
     from transformers.utils import logging
 
     from fastweights.quickstart import run

@@ -25,27 +25,30 @@ LENGTH = 512
 @reports_errors
 def rank(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a converted model, trained or not.")],
-    data: Annotated[str, typer.Option(help="Text to measure on: a file, a folder, or hf:NAME, as for train.")],
+    data: Annotated[str, typer.Option(help="Text to measure on, in the formats that train accepts.")],
     teacher: Annotated[
         str | None, typer.Option(help="The unconverted model; by default the one that DIR was converted from.")
     ] = None,
-    keep: Annotated[int, typer.Option(min=0, help="Choose so many layers, each the best beside those before.")] = 0,
+    keep: Annotated[int, typer.Option(min=0, help="Choose this many layers greedily.")] = 0,
     fit: Annotated[
-        bool, typer.Option("--fit", help="Fit output projections first: for a model that was never trained.")
+        bool, typer.Option("--fit", help="Fit the output projections first; for a model that was not trained.")
     ] = False,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens to measure on, at most.")] = 65_536,
+    tokens: Annotated[int, typer.Option(min=2, help="Measure on at most this many tokens.")] = 65_536,
     length: Annotated[
         int | None,
-        typer.Option(min=2, help=f"Tokens of a row; by default {LENGTH}, or what there are positions for."),
+        typer.Option(
+            min=2, help=f"Tokens in a sequence; by default {LENGTH}, or fewer if the model has fewer positions."
+        ),
     ] = None,
     text_field: Annotated[str, typer.Option(help="Field of JSON lines and data sets that holds the text.")] = "text",
-    device: Annotated[str | None, typer.Option(help="Device to run on; by default a GPU where there is one.")] = None,
+    device: Annotated[str | None, typer.Option(help="Device to run on; by default a GPU if there is one.")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON file for the result.")] = None,
     save: Annotated[
-        Path | None, typer.Option(help="New folder for the hybrid: DIR with the layers of --keep as attention.")
+        Path | None,
+        typer.Option(help="New folder for the hybrid: DIR, with the layers chosen by --keep restored as attention."),
     ] = None,
 ) -> None:
-    """Which layers to keep as attention: restores one at a time and measures how near the model then is to its base."""
+    """Rank layers to leave as attention: restore one at a time and measure the KL divergence from the base model."""
     import torch
     from transformers.utils import logging
 

@@ -13,7 +13,8 @@ from fastweights.cli.options import UsageError, given_options, reports_errors
 @reports_errors
 def report(
     results: Annotated[
-        list[Path] | None, typer.Argument(metavar="[RESULT]...", help="JSON files of train, eval, profile, rank.")
+        list[Path] | None,
+        typer.Argument(metavar="[RESULT]...", help="JSON files written by train, eval, profile or rank."),
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for report.md and report.html.")] = Path(
         "report"
@@ -21,15 +22,17 @@ def report(
     title: Annotated[str | None, typer.Option(help="Title of the page.")] = None,
     card: Annotated[Path | None, typer.Option(help="Also write a model card into this saved model's folder.")] = None,
     base_name: Annotated[str | None, typer.Option(help="Hub id of the base model, for the card.")] = None,
-    license: Annotated[str | None, typer.Option(help="Licence, for the card.")] = None,
+    license: Annotated[str | None, typer.Option(help="License of the model, for the card.")] = None,
     fill: Annotated[
         list[Path] | None,
-        typer.Option(metavar="PAGE", help="Instead, fill the marked blocks of this Markdown page; may be repeated."),
+        typer.Option(metavar="PAGE", help="Fill the marked blocks of this Markdown page instead; may be repeated."),
     ] = None,
-    check: Annotated[bool, typer.Option("--check", help="With --fill: only look; exit 1 if not up to date.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="With --fill: write nothing; exit with 1 if a page is not up to date.")
+    ] = False,
     context: typer.Context = None,  # type: ignore[assignment]
 ) -> None:
-    """Make a page with tables and plots from results, and a model card for the hub; or fill pages of your own."""
+    """Write a report with tables and plots, or a model card, from result files; or fill marked blocks of Markdown."""
     from fastweights.report import fill_page, make_report, write_model_card
 
     if fill:

@@ -31,23 +31,23 @@ def train(
     recipe: Annotated[
         str, typer.Option(help="Name of a shipped recipe (distill, finetune, finish, paper), or a YAML file.")
     ] = "distill",
-    validation: Annotated[str | None, typer.Option(help="Text to validate on, as --data.")] = None,
+    validation: Annotated[str | None, typer.Option(help="Text to validate on, in the same formats as --data.")] = None,
     teacher: Annotated[
         str | None, typer.Option(help="The unconverted model; by default the one that DIR was converted from.")
     ] = None,
     change: Annotated[list[str], typer.Option("--set", help=stage_help())] = [],  # noqa: B006 (typer makes a new one)
     text_field: Annotated[str, typer.Option(help="Field of JSON lines and data sets that holds the text.")] = "text",
-    limit: Annotated[int | None, typer.Option(min=1, help="Tokens to read of the data, at most.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, or by default a GPU where there is one.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Read at most this many tokens of the data.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one.")] = None,
     shard: Annotated[
         bool, typer.Option("--shard", help="Shard the model over the processes of torchrun (FSDP2).")
     ] = False,
-    report_to: Annotated[str | None, typer.Option(help="Tracker of accelerate: tensorboard, wandb, ...")] = None,
+    report_to: Annotated[str | None, typer.Option(help="Tracker of accelerate, such as tensorboard or wandb.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Resume the run in this folder, with its own settings.")] = None,
     parent: Annotated[int | None, typer.Option(hidden=True, help="Stop when this process has ended.")] = None,
     context: typer.Context = None,  # type: ignore[assignment]
 ) -> None:
-    """Train a converted model back to its old quality. A run that was killed continues with --resume."""
+    """Train a converted model back to its old quality. --resume continues an interrupted run."""
     from transformers.utils import logging
 
     from fastweights.training.recipe import change as changed

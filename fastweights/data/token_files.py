@@ -58,7 +58,7 @@ def prepare(
     limit: int | None = None,
     progress: bool = True,
 ) -> TokenFile:
-    """Tokenise a text, or open its tokens in the cache.
+    """Tokenize a text, or open its tokens in the cache.
 
     Each document gets the tokenizer's usual special tokens and ends with its eos token. Blank documents are left out.
     Of several processes, let one call this first.
@@ -154,7 +154,7 @@ def _write(source: Source, tokenizer: Any, settings: dict[str, Any], progress: b
     starts, count, largest = [], Counter[str](tokens=0), 0
     columns = ["{task.completed:,.0f} documents"] if source.size is None else [BarColumn(), DownloadColumn()]
     bar = progress_bar("{task.description}", *columns, enabled=progress)
-    task = bar.add_task("tokenising", total=source.size)
+    task = bar.add_task("tokenizing", total=source.size)
     with (folder / "tokens.bin").open("wb") as file, bar:
         for text, ids, read in _encoded(source.documents, tokenizer, settings["limit"]):
             starts.append(count["tokens"])

@@ -75,24 +75,24 @@ class _Sequence:
 
 
 class Engine:
-    """Generates many sequences with a converted model in `batch_size` slots.
+    """Generate many sequences with a converted model, `batch_size` at a time.
 
-    When a sequence ends, the next prompt takes its slot while the others continue, so nothing is padded. One step of
-    all layers and the sampler stays on the device with static addresses. The weights are packed once: make a new engine
-    after changing the model.
+    Each sequence has a slot. When it ends, the next prompt takes the slot while the other sequences continue, so
+    nothing is padded. A step, including sampling, runs on the device with tensors at fixed addresses. The weights are
+    packed once: make a new engine after changing the model.
 
     Args:
         model: A converted model.
         batch_size: Number of slots.
         graph: Whether to run a step as a CUDA graph; by default on a GPU.
         prefill_chunk: Tokens of a prompt that are fed to the model at once.
-        kernels: Whether to use the Triton kernels; by default where they are supported.
-        max_length: Tokens of the longest sequence, prompt and new tokens. It is needed if some layers are still
-            attention: each slot then reserves the keys and values of so many tokens.
+        kernels: Whether to use the Triton kernels; by default if they are supported.
+        max_length: Length of the longest sequence in tokens, prompt included. Required if some layers remain
+            attention: each slot then reserves keys and values for this many tokens.
 
     Raises:
         ConfigError: The model is not converted, or an argument is wrong or cannot be used here.
-        UnsupportedModel: Some layers are still attention, and the engine cannot decode such a model.
+        UnsupportedModel: Some layers remain attention, and the engine does not support such a model.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Engine:
     ) -> list[list[int]]:
         """Generate the continuation of each prompt.
 
-        Everything is computed in the model's dtype, also under autocast.
+        The computation uses the model's dtype; autocast has no effect.
 
         Args:
             prompts: Token ids of each prompt [T], with T >= 1.

@@ -134,7 +134,7 @@ def _make_folders(folder: Path) -> None:
 
 
 def _prepare(setup: Setup, jobs: Sequence[Job]) -> None:
-    """Check what the processes will be given, and tokenise it once for all of them."""
+    """Check what the processes will be given, and tokenize it once for all of them."""
     tokenizer, base = load_tokenizer(setup.model), load(setup.model)
     require_tokenizer(tokenizer, setup.model)
     if isinstance(base, FastWeightsMixin):

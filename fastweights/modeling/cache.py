@@ -21,7 +21,7 @@ from fastweights.config import FastWeightsConfig
 from fastweights.utils.errors import FastWeightsError
 from fastweights.utils.files import write_tensors
 
-# Settings that do not change what a state means: how a model was initialised, and what it refuses.
+# Settings that do not change what a state means: how a model was initialized, and what it refuses.
 NOT_IN_LAYOUT = ("positions", "seed", "train_length", "projection_init")
 FILE_KIND = "fastweights-state-1"
 # Two samples of one model's weights differ at most by rounding to bfloat16, about 1e-3.
@@ -113,13 +113,14 @@ class StateLayer(CacheLayerMixin):
 
 
 class FastWeightsCache(Cache):
-    """`past_key_values` of a converted model. seen [] counts positions, lengths [B] the real tokens of each row;
-    both are tensors, so that a compiled step is not compiled again at every token.
+    """The cache of a converted model: what it returns and takes as `past_key_values`.
+
+    Converted layers store a state of constant size. Layers that remain attention store keys and values.
 
     Args:
-        config: the converted model's config.
-        max_cache_len: makes the cache static: the keys and values of attention layers are allocated for so many
-            tokens, and generate compiles its step where transformers does so for static caches.
+        config: the config of the converted model.
+        max_cache_len: makes the cache static: attention layers allocate keys and values for this many tokens, and
+            `generate` compiles its step as transformers does for static caches.
     """
 
     def __init__(self, config: Any, max_cache_len: int | None = None) -> None:
@@ -131,13 +132,15 @@ class FastWeightsCache(Cache):
         layers = [StateLayer() if settings.converts(i) else layer for i, layer in enumerate(attention)]
         super().__init__(layers=layers)
         self.is_static = max_cache_len is not None
+        # `seen` [] counts positions, `lengths` [B] the real tokens of each row. They are tensors, so that a compiled
+        # step is not compiled again at every token.
         with torch.inference_mode(False):
             self.seen = torch.zeros((), dtype=torch.long)
         self.lengths: Tensor | None = None
 
     @property
     def attention_layers(self) -> list[int]:
-        """The layers that are still attention."""
+        """Indices of the layers that remain attention."""
         return [i for i, layer in enumerate(self.layers) if not isinstance(layer, StateLayer)]
 
     def advance(self, length: int, mask: Tensor | None, batch: int, device: torch.device) -> None:
@@ -154,7 +157,7 @@ class FastWeightsCache(Cache):
             self.seen += length
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
-        """Tokens seen: an int where attention layers know it, else the counter itself."""
+        """The number of positions read so far: an int if the model has attention layers, else a tensor."""
         return super().get_seq_length(self.attention_layers[0]) if self.attention_layers else self.seen
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
@@ -199,7 +202,7 @@ class FastWeightsCache(Cache):
             self.lengths.zero_()
 
     def fork(self, copies: int = 1) -> FastWeightsCache:
-        """An independent copy, each row repeated `copies` times: several continuations of one text."""
+        """Return an independent copy in which each row is repeated `copies` times, for several continuations."""
         if copies < 1:
             raise StateError(f"a state is forked into at least one copy, found copies={copies}")
         held = [x for layer in self.layers for x in vars(layer).values() if isinstance(x, Tensor)]
@@ -209,7 +212,7 @@ class FastWeightsCache(Cache):
         return twin
 
     def mask_for(self, input_ids: Tensor) -> Tensor:
-        """The attention mask generate wants when only new tokens [B,T] are given after what this state has seen."""
+        """Return the `attention_mask` that `generate` needs if only the new tokens [B,T] after this state are given."""
         seen = int(self.get_seq_length())
         mask = torch.ones(input_ids.shape[0], seen + input_ids.shape[1], dtype=torch.long, device=input_ids.device)
         if self.lengths is not None:
@@ -221,17 +224,17 @@ class FastWeightsCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the recurrent state: constant, however long the text. `attention_nbytes` holds the rest."""
+        """Bytes of the recurrent state. They do not depend on the context length."""
         return sum(t.nbytes for layer in self.layers if isinstance(layer, StateLayer) for t in layer.tensors.values())
 
     @property
     def attention_nbytes(self) -> int:
-        """Bytes of the keys and values in attention layers. These grow with the sequence."""
+        """Bytes of the keys and values of layers that remain attention. They grow with the context length."""
         layers = [self.layers[i] for i in self.attention_layers]
         return sum(t.nbytes for layer in layers for t in (layer.keys, layer.values) if t is not None)
 
     def save(self, path: str | os.PathLike, model: nn.Module) -> None:
-        """Write the state to a safetensors file that only `model` will take back."""
+        """Write the state to a safetensors file. It can be loaded only for the same model."""
         tensors = {"seen": self.seen, "lengths": torch.zeros(0) if self.lengths is None else self.lengths}
         for i, layer in enumerate(self.layers):
             held = layer.tensors if isinstance(layer, StateLayer) else _keys_and_values(layer)
@@ -247,7 +250,11 @@ class FastWeightsCache(Cache):
 
     @classmethod
     def load(cls, path: str | os.PathLike, model: Any) -> FastWeightsCache:
-        """Read a state that `save` wrote for this model."""
+        """Read a state that `save` wrote for this model.
+
+        Raises:
+            StateError: if the file cannot be read or belongs to another model.
+        """
         tensors = _read(Path(path), model)
         cache = cls(model.config)
         device = model.device

@@ -74,7 +74,7 @@ def keep_softcap(config: Any) -> None:
 
 
 class FastWeightsMixin(Base):
-    """What all classes of converted models share: building, initialising and loading converted layers."""
+    """What all classes of converted models share: building, initializing and loading converted layers."""
 
     family: Family
     config: Any
@@ -98,7 +98,7 @@ class FastWeightsMixin(Base):
         """As in transformers, but a missing, extra or misshapen tensor is an error.
 
         The backbone and the classifier may be loaded from a causal language model: the head of one is not expected in
-        the other. A misshapen tensor is initialised anew with `ignore_mismatched_sizes=True`.
+        the other. A misshapen tensor is initialized anew with `ignore_mismatched_sizes=True`.
         """
         options = kwargs | {"output_loading_info": True, "ignore_mismatched_sizes": True}
         model, info = super().from_pretrained(*args, **options)

@@ -106,7 +106,7 @@ def summarize(described: Description) -> dict[str, str]:
         **settings,
         "layers converted": f"{len(described.converted)} of {described.layers}{indices}",
         "parameters": f"{described.parameters:,} ({described.added_parameters:+,} against the base model)",
-        "state": f"{described.state_bytes:,} bytes, however long the text",
+        "state": f"{described.state_bytes:,} bytes, at any context length",
     }
 
 
@@ -153,7 +153,7 @@ def _token_bytes(shape: AttentionShape, dtype: torch.dtype) -> int:
 
 
 def _state_bytes(shape: AttentionShape, config: FastWeightsConfig, dtype: torch.dtype) -> int:
-    """Bytes of a converted layer: the state [S,d,m] in at least float32, one more row for a normaliser, and the w - 1
+    """Bytes of a converted layer: the state [S,d,m] in at least float32, one more row for a normalizer, and the w - 1
     cached keys and values of a window.
     """
     state = 0

@@ -1,4 +1,4 @@
-"""Initialises a new layer from the pretrained attention that it replaces.
+"""Initializes a new layer from the pretrained attention that it replaces.
 
 Queries and keys of the pretrained width are copied. Narrower ones are the best approximation of each head's bilinear
 form q^T k that fits, biases included. Wider ones represent it exactly and leave room to learn.
@@ -37,7 +37,7 @@ class Factors(NamedTuple):
 
 @torch.no_grad()
 def initialize(layer: FastWeightsAttention, weights: AttentionWeights) -> None:
-    """Initialise a new layer from the weights of the attention that it replaces. The result depends only on these and
+    """Initialize a new layer from the weights of the attention that it replaces. The result depends only on these and
     the seed.
     """
     shape, config = layer.shape, layer.config
@@ -74,7 +74,7 @@ def initialize_missing(layer: FastWeightsAttention, std: float) -> None:
     """Fill what a checkpoint did not have, buffers included, as a conversion of random attention would.
 
     Args:
-        layer: may be new and uninitialised (built on the meta device), or partly loaded by transformers.
+        layer: may be new and uninitialized (built on the meta device), or partly loaded by transformers.
         std: standard deviation of the random projections.
     """
     tensors = {name: x for name, x in (*layer.named_parameters(), *layer.named_buffers()) if not x.is_meta}
@@ -304,7 +304,7 @@ def _qk_width(projections: Projections) -> int:
 
 
 def uniform_gate(shape: tuple[int, ...], width: int, generator: torch.Generator) -> Tensor:
-    """Uniform Gate Initialisation: logits of gates drawn from U(1/n, 1 - 1/n), n being the width."""
+    """Uniform Gate Initialization: logits of gates drawn from U(1/n, 1 - 1/n), n being the width."""
     edge = 1 / max(width, 2)
     return torch.logit(edge + (1 - 2 * edge) * torch.rand(shape, generator=generator))
 

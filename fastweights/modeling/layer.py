@@ -119,12 +119,12 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, pairs: Tensor) -> Tensor:
 
 
 def project(linear: Any, x: Tensor) -> Tensor:
-    """Apply a Linear, also a dynamically quantised one, whose weight is a method."""
+    """Apply a Linear, also a dynamically quantized one, whose weight is a method."""
     return _project_quantized(linear, x) if callable(getattr(linear, "weight", None)) else linear(x)
 
 
 def _project_quantized(linear: Any, x: Tensor) -> Tensor:
-    """torch's dynamically quantised Linear takes float32 only. Made from half precision, it fails on its own bias."""
+    """torch's dynamically quantized Linear takes float32 only. Made from half precision, it fails on its own bias."""
     if not getattr(linear, "has_float_bias", False):
         bias = linear.bias()
         linear.set_weight_bias(linear.weight(), None if bias is None else bias.float())

@@ -1,4 +1,4 @@
-"""The rules as fast operations on whole sequences: one function per rule, and one choice of the backend.
+"""The update rules as operations on whole sequences: one function per rule, with a choice of backends.
 
 Shapes: q [B,T,G*H,m]   k [B,T,H,m]   v [B,T,H,d]   f_logit [B,T,H,m]   z_logit [B,T,H,d]   g_logit [B,T,H]
         state [B,H,d,m], float32 (float64 for float64 inputs)   mask, reset [B,T] bool   ->   y [B,T,G*H,d], state
@@ -61,17 +61,17 @@ def add(
     reset: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """S += v k^T, y = S q: the state never forgets.
+    """The add rule, S += v k^T, y = S q: the state never forgets.
 
     Args:
         q: queries [B,T,G*H,m]; G query heads read each state.
         k: keys [B,T,H,m].
         v: values [B,T,H,d].
         state: initial state [B,H,d,m]. None: zeros.
-        normalize: divide y by the normaliser, which is then the last row of the state, [B,H,d+1,m].
+        normalize: divide y by the normalizer, which is then the last row of the state, [B,H,d+1,m].
         mask: [B,T] bool, False at padding: the state is unchanged there and y is 0. None: no padding.
         reset: [B,T] bool, True at the first token of a document: it starts from a zero state. None: no boundaries.
-        backend: "loop", "chunked", "triton", or "auto" for the fastest that can run here.
+        backend: "loop", "chunked", "triton", or "auto" for the fastest that supports the inputs.
 
     Returns:
         y [B,T,G*H,d] in v's dtype, and the state after the last token, in float32 (float64 for float64 inputs).
@@ -94,18 +94,18 @@ def gated(
     reset: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """S = g S + (1 - g) v k^T, y = S q: one forget gate per head.
+    """The gated rule, S = g S + (1 - g) v k^T, y = S q: one forget gate per head.
 
     Args:
         q: queries [B,T,G*H,m]; G query heads read each state.
         k: keys [B,T,H,m].
         v: values [B,T,H,d].
-        g_logit: logits [B,T,H] of the gate g, which keeps g of the state and lets in 1 - g of the new term.
+        g_logit: logits [B,T,H] of the gate g: the state is multiplied by g and the new term by 1 - g.
         state: initial state [B,H,d,m]. None: zeros.
-        normalize: divide y by the normaliser, which is then the last row of the state, [B,H,d+1,m].
+        normalize: divide y by the normalizer, which is then the last row of the state, [B,H,d+1,m].
         mask: [B,T] bool, False at padding: the state is unchanged there and y is 0. None: no padding.
         reset: [B,T] bool, True at the first token of a document: it starts from a zero state. None: no boundaries.
-        backend: "loop", "chunked", "triton", or "auto" for the fastest that can run here.
+        backend: "loop", "chunked", "triton", or "auto" for the fastest that supports the inputs.
 
     Returns:
         y [B,T,G*H,d] in v's dtype, and the state after the last token, in float32 (float64 for float64 inputs).
@@ -128,9 +128,9 @@ def delta(
     reset: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """S += g (v - S k) k^T, y = S q: the delta rule.
+    """The delta rule, S += g (v - S k) k^T, y = S q: writes the difference from what the state holds under the key.
 
-    Keys should be normalised, for example by sum normalisation (docs/derivations.md).
+    Keys should be normalized, for example by sum normalization: with long keys the state grows without bound.
 
     Args:
         q: queries [B,T,G*H,m]; G query heads read each state.
@@ -138,10 +138,10 @@ def delta(
         v: values [B,T,H,d].
         g_logit: logits [B,T,H] of the gate g, the step size.
         state: initial state [B,H,d,m]. None: zeros.
-        normalize: divide y by the normaliser, which is then the last row of the state, [B,H,d+1,m].
+        normalize: divide y by the normalizer, which is then the last row of the state, [B,H,d+1,m].
         mask: [B,T] bool, False at padding: the state is unchanged there and y is 0. None: no padding.
         reset: [B,T] bool, True at the first token of a document: it starts from a zero state. None: no boundaries.
-        backend: "loop", "chunked", "triton", or "auto" for the fastest that can run here.
+        backend: "loop", "chunked", "triton", or "auto" for the fastest that supports the inputs.
 
     Returns:
         y [B,T,G*H,d] in v's dtype, and the state after the last token, in float32 (float64 for float64 inputs).
@@ -164,7 +164,7 @@ def decay(
     reset: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """S = (z f^T) * S + v k^T, y = S q: forget gates along keys and values.
+    """The decay rule, S = (z f^T) * S + v k^T, y = S q: forget gates along keys and values.
 
     Args:
         q: queries [B,T,G*H,m]; G query heads read each state.
@@ -175,7 +175,7 @@ def decay(
         state: initial state [B,H,d,m]. None: zeros.
         mask: [B,T] bool, False at padding: the state is unchanged there and y is 0. None: no padding.
         reset: [B,T] bool, True at the first token of a document: it starts from a zero state. None: no boundaries.
-        backend: "loop", "chunked", "triton", or "auto" for the fastest that can run here.
+        backend: "loop", "chunked", "triton", or "auto" for the fastest that supports the inputs.
 
     Returns:
         y [B,T,G*H,d] in v's dtype, and the state after the last token, in float32 (float64 for float64 inputs).
@@ -200,8 +200,8 @@ def apply(
 ) -> tuple[Tensor, Tensor]:
     """Run the rule called `name` ("add", "gated", "delta" or "decay").
 
-    `gate_logits` are the rule's gates in the order of its own function; the other arguments, results and errors are
-    those of that function.
+    `gate_logits` are the logits of the gates in the order of the rule's own function. The other arguments, the
+    results and the errors are those of that function.
     """
     _check(name, q, k, v, gate_logits, state, normalize, mask, reset)
     backend = _choose(_override[-1] if _override else backend, q, k, v)
@@ -218,7 +218,7 @@ def apply(
 
 
 def _run(name, run, normalize, inputs, state, mask, reset) -> tuple[Tensor, Tensor]:
-    """Run a rule with or without its normaliser; delta's is a second run, of the add rule with values of 1."""
+    """Run a rule with or without its normalizer; delta's is a second run, of the add rule with values of 1."""
     rule, (q, k, v, *gates) = RULES[name], inputs
     if not normalize:
         return run(rule, q, k, v, tuple(gates), state, mask, reset)
@@ -266,7 +266,7 @@ def _check(name, q, k, v, gate_logits, state, normalize, mask, reset) -> None:
     if name not in RULES:
         raise FastWeightsError(f"rule {name!r} is not known; choose one of {', '.join(RULES)}")
     if normalize and name == "decay":
-        raise FastWeightsError("the decay rule has no normaliser: ", Argument("normalize"), " must be False")
+        raise FastWeightsError("the decay rule has no normalizer: ", Argument("normalize"), " must be False")
     if q.ndim != 4 or 0 in q.shape[1:]:
         raise FastWeightsError(Argument("q"), f" must be [B,T,H,m] with T, H and m at least 1, found {list(q.shape)}")
     for argument, tensor in (("q", q), ("k", k), ("v", v)):

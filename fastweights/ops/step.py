@@ -3,7 +3,7 @@
 Addresses are static and the host takes no part, so the kernels can be captured in CUDA graphs.
 
 Shapes: state [B,S,d,m] float32, contiguous   q [B,G*S,m]   k [B,S,m]   v [B,S,d]   gate logits [B,S,m], [B,S,d], [B,S]
-        -> y [B,G*S,d].   normalize=True: the state's last row is the normaliser, [B,S,d+1,m].
+        -> y [B,G*S,d].   normalize=True: the state's last row is the normalizer, [B,S,d+1,m].
 S states (key-value heads), each read by G query heads.
 """
 
@@ -51,7 +51,7 @@ def step(
         k: keys [B,S,m].
         v: values [B,S,d].
         gate_logits: the rule's gate logits: decay f [B,S,m] and z [B,S,d]; gated and delta g [B,S]; add none.
-        normalize: divide by the normaliser.
+        normalize: divide by the normalizer.
 
     Returns:
         y [B,G*S,d] in v's dtype, read from the state after the update.

@@ -91,7 +91,7 @@ class AttentionLayer(Layer):
 
 class RuleLayer(Layer):
     """A rule as it is best in the paper: delta with a ReLU map, whose matrix is part of the projections, and sums
-    normalised; the others without either."""
+    normalized; the others without either."""
 
     def __init__(self, shape: Shape, rule: str) -> None:
         widths = {"m": shape.m, "d": shape.d, "1": 1}

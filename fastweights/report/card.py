@@ -131,7 +131,7 @@ def _what_it_is(described: Description, base_name: str | None) -> list[Block]:
         f"A {described.family} model{made_from}: in {len(described.converted)} of its {described.layers} layers "
         "softmax attention was replaced by fast weights with the library fastweights. Such a layer has a state of "
         "fixed size instead of keys and values of every token, so that a new token costs it the same time and memory, "
-        "however long the text."
+        "however long the context."
     )
     rows = [[whole(m.tokens), bytes_text(m.here), bytes_text(m.attention)] for m in described.memory]
     return [Text(words), Table(["tokens", "cache of this model", "KV cache of the base model"], rows, names=0)]

@@ -47,7 +47,7 @@ def winnings(models: Sequence[ModelEntry], costs: Sequence[CostEntry]) -> list[s
     measured = {model.name for entry in costs for model in entry.cost.models}
     others = [entry for entry in models if entry.converted and entry.model.name not in measured]
     return lines + [
-        f"{entry.label} has a state of {bytes_text(entry.model.state_bytes)}, however long the text is."
+        f"{entry.label} has a state of {bytes_text(entry.model.state_bytes)}, however long the context is."
         for entry in others
         if entry.model.state_bytes
     ]

@@ -244,7 +244,7 @@ def _average_tables(measured: Sequence[ModelEntry]) -> list[Table]:
 
 
 def _accuracies(entry: ModelEntry) -> dict[str, float]:
-    """The accuracy of each task: normalised by the length of the choices where that was measured."""
+    """The accuracy of each task: normalized by the length of the choices where that was measured."""
     values = {
         task: next((value for name in ("acc_norm", "acc") if (value := finite(metrics.get(name))) is not None), None)
         for task, metrics in _tasks(entry).items()

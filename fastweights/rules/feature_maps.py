@@ -35,7 +35,7 @@ class Identity(nn.Module):
         return x
 
     def draw(self, generator: torch.Generator) -> None:
-        """Initialise the map's own parameters and buffers, if it has any."""
+        """Initialize the map's own parameters and buffers, if it has any."""
 
 
 class Elu(Identity):

@@ -35,7 +35,7 @@ FULL_ON_CPU = StateDictOptions(full_state_dict=True, cpu_offload=True)
 class Progress:
     """How far a run has come. `stage_step` counts the steps finished in stage number `stage`, `step` all of them.
 
-    data, validation_data: Number of tokens and checksum of the texts, to recognise them when the run is resumed.
+    data, validation_data: Number of tokens and checksum of the texts, to recognize them when the run is resumed.
     """
 
     stage: int = 0

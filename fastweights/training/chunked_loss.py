@@ -56,7 +56,7 @@ def head_of(model: Any) -> Head:
 
 @dataclass(frozen=True)
 class LossConfig:
-    """What is minimised, summed over the tokens that have a label.
+    """What is minimized, summed over the tokens that have a label.
 
     It is the KL divergence from the teacher's distribution, where there is a teacher, plus the weighted cross-entropy.
 
@@ -89,7 +89,7 @@ def head_loss(
         head: The student's output layer.
         hidden: Its inputs, [N,D].
         labels: The next tokens [N]; IGNORED where there is none.
-        config: What is minimised.
+        config: What is minimized.
         teacher: The teacher's output layer; None for no divergence.
         teacher_hidden: Its inputs, [N,D of the teacher].
     """

@@ -1,4 +1,4 @@
-"""What training minimises. Each loss is a sum over this process's rows, so that rows may be split over micro-batches
+"""What training minimizes. Each loss is a sum over this process's rows, so that rows may be split over micro-batches
 and processes in any way; the caller divides by the count of the whole batch.
 
 Shapes: input_ids, position_ids, labels [B,T]   x, attention outputs [B,T,D]   y [B,T,H*d]

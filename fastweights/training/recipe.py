@@ -35,34 +35,38 @@ class Stage:
     )
     tokens: int = setting(1_000_000, "Tokens to train on.", ge=1)
     learning_rate: float = setting(
-        1e-3, "Highest learning rate of the new attention (of everything, where none is).", ge=0
+        1e-3, "Peak learning rate of the new attention, or of all parameters if no layer is converted.", ge=0
     )
     body_learning_rate: float | None = setting(
-        None, "Highest learning rate of the rest of the model, 0 to freeze it; by default as the new attention's.", ge=0
+        None, "Peak learning rate of the rest of the model (0 freezes it); by default learning_rate.", ge=0
     )
-    warmup: float = setting(0.05, "Share of the stage's steps in which the learning rate rises from 0.", ge=0, le=1)
+    warmup: float = setting(
+        0.05, "Fraction of the steps of the stage during which the learning rate rises from 0.", ge=0, le=1
+    )
     final: float = setting(
-        0.1, "Share of the highest learning rate that a cosine falls to; 1 keeps it constant.", ge=0, le=1
+        0.1, "Final learning rate of the cosine schedule, as a fraction of the peak; 1 for a constant rate.", ge=0, le=1
     )
-    cross_entropy: float = setting(0.0, "Weight of the cross-entropy beside the divergence when distilling.", ge=0)
+    cross_entropy: float = setting(
+        0.0, "Weight of the cross-entropy that is added to the divergence when distilling.", ge=0
+    )
     temperature: float = setting(1.0, "Temperature of both distributions when distilling.", gt=0)
     top_k: int = setting(
-        0, "Distil the teacher's likeliest tokens, this many, and all the others as one; 0 for every token.", ge=0
+        0, "Distill only this many of the teacher's likeliest tokens, with all others as one; 0 for all.", ge=0
     )
     hidden: float = setting(
-        0.0, "Weight of the error of every block's output, in shares of the teacher's, beside the divergence.", ge=0
+        0.0, "Weight of the relative error of every block's output that is added to the divergence.", ge=0
     )
     fit: str = setting(
         "none",
-        "What is set by least squares to the teacher's attention before the first step: the new layers' output "
-        "projections (full), one scale for each head (scale) or nothing.",
+        "What to fit to the teacher's attention by least squares before the first step: the output projections of the "
+        "new layers (full), one scale for each head (scale) or nothing (none).",
         FITS,
     )
-    length: int | None = setting(None, "Tokens of a sequence in this stage; by default the recipe's.", ge=2)
-    weight_decay: float = setting(0.0, "Weight decay of matrices.", ge=0)
+    length: int | None = setting(None, "Tokens in a sequence in this stage; by default that of the recipe.", ge=2)
+    weight_decay: float = setting(0.0, "Weight decay of the matrices.", ge=0)
     beta1: float = setting(0.9, "AdamW's first beta.", ge=0, lt=1)
     beta2: float = setting(0.95, "AdamW's second beta.", ge=0, lt=1)
-    clip: float = setting(1.0, "Largest norm of the gradient.", gt=0)
+    clip: float = setting(1.0, "Largest gradient norm; gradients are clipped to it.", gt=0)
 
     def __post_init__(self) -> None:
         check_settings(self, RecipeError)
@@ -87,28 +91,30 @@ class Recipe:
     """
 
     stages: tuple[Stage, ...] = field(default=(Stage(),), metadata={"help": "The stages, in order.", "choices": ()})
-    length: int = setting(512, "Tokens of a sequence.", ge=2)
-    batch_tokens: int = setting(16_384, "Tokens of a step, over all processes.", ge=2)
+    length: int = setting(512, "Tokens in a sequence.", ge=2)
+    batch_tokens: int = setting(16_384, "Tokens in a step, over all processes.", ge=2)
     micro_batch: int | None = setting(
         None,
-        "Sequences that a process takes through the model at once; by default what fits 80% of a GPU's memory.",
+        "Sequences in a forward pass of a process; by default as many as fit in 80% of the GPU's memory.",
         ge=1,
     )
     precision: str = setting("auto", "Arithmetic of the model; auto is bfloat16 on a GPU, else float32.", PRECISIONS)
-    gradient_checkpointing: bool = setting(False, "Recompute activations instead of keeping them: slower, smaller.")
+    gradient_checkpointing: bool = setting(
+        False, "Recompute activations instead of storing them: slower, but less memory."
+    )
     compile: bool = setting(False, "Compile the blocks with torch.compile on a GPU: slower to start, faster steps.")
-    dropout: bool = setting(False, "Keep the model's own dropout while training.")
+    dropout: bool = setting(False, "Use the dropout of the pretrained model while training.")
     lora: int = setting(
-        0, "Train low-rank updates of this rank on the projections, and the new parameters; 0 for all.", ge=0
+        0, "Train only LoRA updates of this rank and the new parameters; 0 trains all parameters.", ge=0
     )
     seed: int = setting(0, "Seed of the order of the data and of dropout.", ge=0, le=LARGEST_SEED)
     validate_every: int = setting(100, "Steps between validations.", ge=1)
-    validation_tokens: int = setting(65_536, "Tokens to validate on, at most.", ge=2)
+    validation_tokens: int = setting(65_536, "Validate on at most this many tokens.", ge=2)
     checkpoint_every: int = setting(100, "Steps between checkpoints.", ge=1)
     diverged_above: float = setting(
-        1.0, "A run has diverged when its loss lies this far above its best, in nats …", ge=0
+        1.0, "A run has diverged if its loss is more than this many nats above its best, for diverged_for steps.", ge=0
     )
-    diverged_for: int = setting(200, "… for this many steps on end.", ge=1)
+    diverged_for: int = setting(200, "Consecutive steps above diverged_above after which a run has diverged.", ge=1)
 
     def __post_init__(self) -> None:
         check_settings(self, RecipeError)

@@ -278,7 +278,7 @@ class Trainer:
         return teacher.eval().requires_grad_(False).to(self.device)
 
     def _prepare(self, source: str) -> TokenFile:
-        """The tokens of a text. One process tokenises; the others find its file."""
+        """The tokens of a text. One process tokenizes; the others find its file."""
         with self.accelerator.main_process_first():
             tokens = prepare(
                 source,
@@ -634,7 +634,7 @@ def _make_accelerator(config: TrainConfig, folder: Path) -> Accelerator:
     if config.report_to:
         check_tracker(config.report_to, folder)
     cpu = config.device == "cpu" or (config.device is None and not torch.cuda.is_available())
-    # the other processes wait while the first one tokenises
+    # the other processes wait while the first one tokenizes
     timeout = InitProcessGroupKwargs(timeout=datetime.timedelta(hours=12))
     trackers = {"log_with": config.report_to, "project_dir": str(folder)}
     accelerator = Accelerator(cpu=cpu, mixed_precision="no", kwargs_handlers=[timeout], **trackers)

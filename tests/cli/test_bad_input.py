@@ -36,10 +36,10 @@ UNDEFINED: dict[str, tuple[dict[str, Any], list[Any], str]] = {
         ["--rule", "local", "--window", 0],
         "window must be at least 1 for the local rule, found 0",
     ),
-    "decay with a normaliser": (
+    "decay with a normalizer": (
         dict(feature_map="relu", normalize="sum"),
         ["--feature-map", "relu", "--normalize", "sum"],
-        "the decay rule has no normaliser",
+        "the decay rule has no normalizer",
     ),
     "dpfp with an odd m": (
         dict(rule="add", feature_map="dpfp", m=7),
@@ -54,7 +54,7 @@ UNDEFINED: dict[str, tuple[dict[str, Any], list[Any], str]] = {
     "sums without a positive map": (
         dict(rule="add", normalize="sum"),
         ["--rule", "add", "--normalize", "sum"],
-        "sum normalisation divides by the sum of the features, which must be positive: use one of the maps relu",
+        "sum normalization divides by the sum of the features, which must be positive: use one of the maps relu",
     ),
     "log gates without gates": (
         dict(rule="add", gate_init="log"),

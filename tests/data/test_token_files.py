@@ -106,7 +106,7 @@ def test_all_formats_give_the_same_tokens(name: str, tmp_path: Path) -> None:
     assert {key: found.meta[key] for key in expected} == expected
 
 
-def test_folder_is_read_in_order_and_tokenised_again_when_a_file_is_added(tmp_path: Path) -> None:
+def test_folder_is_read_in_order_and_tokenized_again_when_a_file_is_added(tmp_path: Path) -> None:
     write(tmp_path / "texts" / "b.jsonl.gz", json_lines(DOCUMENTS[2:]))
     write(tmp_path / "texts" / "a" / "first.txt.xz", f"{DOCUMENTS[0]}\n<|endoftext|>\n{DOCUMENTS[1]}")
     write(tmp_path / "texts" / "README.md", "not data")
@@ -208,7 +208,7 @@ def refusing(made: Any) -> Any:
     return made
 
 
-def test_text_is_tokenised_once(source: Path, cache: Path) -> None:
+def test_text_is_tokenized_once(source: Path, cache: Path) -> None:
     first, used = tokens_of(source), tokenizer()
     used(["a", "bcd"], padding=True, truncation=True, max_length=2)
     for again in (tokenizer(), used):
@@ -237,7 +237,7 @@ CHANGES: dict[str, Callable[[Path, Any, dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_any_change_of_source_tokenizer_or_settings_tokenises_again(name: str, source: Path) -> None:
+def test_any_change_of_source_tokenizer_or_settings_tokenizes_again(name: str, source: Path) -> None:
     made, arguments = tokenizer(), dict[str, Any]()
     before = tokens_of(source, made)
     CHANGES[name](source, made, arguments)
@@ -321,7 +321,7 @@ def test_progress_bar_is_shown_on_stderr_only(
     assert capsys.readouterr() == ("", "")
     prepare(source, tokenizer(), limit=10)
     shown = capsys.readouterr()
-    assert shown.out == "" and "tokenising" in shown.err and "bytes" in shown.err
+    assert shown.out == "" and "tokenizing" in shown.err and "bytes" in shown.err
 
 
 XZ, GZ = lzma.compress(b"some text\n" * 1000), gzip.compress(b"some text\n" * 1000)

@@ -15,9 +15,9 @@ from fastweights import ops
 from fastweights.rules import RULES
 
 # Below this norm a tensor is compared as if it had it: what is zero but for rounding (the gradient of a query whose
-# one normalised token puts out v whatever it asks) has no ratio to speak of.
+# one normalized token puts out v whatever it asks) has no ratio to speak of.
 SMALLEST_NORM = 1e-7
-# Every rule, and every rule that can be normalised with its normaliser.
+# Every rule, and every rule that can be normalized with its normalizer.
 CASES = [(rule, normalize) for rule in RULES for normalize in (False, True) if not (rule == "decay" and normalize)]
 
 

@@ -23,7 +23,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "decay": dict(m=8),
     "windowed": dict(m=8, window=5),
     "window of one": dict(m=8, window=1),
-    "normalised": dict(rule="add", feature_map="relu", normalize="attention+sum", m=6),
+    "normalized": dict(rule="add", feature_map="relu", normalize="attention+sum", m=6),
     "delta, shared states": dict(rule="delta", normalize="attention", state_heads="kv", m=8),
     "local": dict(rule="local", window=7),
     "hybrid": dict(m=8, layers=(1,), window=3),

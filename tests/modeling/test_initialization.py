@@ -241,7 +241,7 @@ PAPER = [
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma3_text"])
 @pytest.mark.parametrize("settings", PAPER, ids=lambda s: "-".join(s.values()))
 def test_no_overflow_in_bfloat16_after_conversion(family: str, settings: dict[str, Any]) -> None:
-    """Four layers, 1024 tokens, the paper's configurations in the paper's initialisation."""
+    """Four layers, 1024 tokens, the paper's configurations in the paper's initialization."""
     model = pretrained(family)
     small = dict(n_layer=4, n_positions=1024) if family == "gpt2" else dict(num_hidden_layers=4)
     torch.manual_seed(0)

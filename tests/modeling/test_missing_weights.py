@@ -84,7 +84,7 @@ def other_shapes(folder: Path, *endings: str) -> set[str]:
 
 
 @pytest.mark.parametrize("load", [AutoModelForCausalLM.from_pretrained, fw.load])
-def test_ignore_mismatched_sizes_initialises_tensors_of_another_shape(load: Any, tmp_path: Path) -> None:
+def test_ignore_mismatched_sizes_initializes_tensors_of_another_shape(load: Any, tmp_path: Path) -> None:
     model = converted()
     model.save_pretrained(tmp_path)
     changed = other_shapes(tmp_path, "planes", "key_scale", "gates.f.bias", "q_proj.weight")

@@ -1,7 +1,7 @@
 """Every way of running a converted model gives the same logits, state and tokens.
 
 The ways: loop, chunked, one token at a time through the cache, split at random points, left-padded batch, packed
-documents, greedy generation and beam search. The models: rules x feature maps x normalisers x families x (all layers
+documents, greedy generation and beam search. The models: rules x feature maps x normalizers x families x (all layers
 converted, one layer retained as attention). By default every pair of these values is covered; `make test-full` runs
 the whole product.
 """
@@ -43,7 +43,7 @@ PLACES = [dict(family=family, hybrid=hybrid) for family in CONFIGS for hybrid in
 
 
 def _defined() -> list[dict[str, Any]]:
-    """Every combination of rule, feature map and normaliser that the config accepts."""
+    """Every combination of rule, feature map and normalizer that the config accepts."""
     found = []
     for rule, feature_map, normalize in itertools.product(RULES, FEATURE_MAPS, NORMALIZERS):
         settings = dict(rule=rule, feature_map=feature_map, normalize=normalize)
@@ -133,7 +133,7 @@ def _make_gates_depend_on_input(model: Any) -> None:
 
 @torch.no_grad()
 def _keep_delta_stable(model: Any, settings: dict[str, Any]) -> None:
-    """Without sum normalisation the delta rule diverges for keys longer than sqrt(2 / g), on every path alike."""
+    """Without sum normalization the delta rule diverges for keys longer than sqrt(2 / g), on every path alike."""
     if settings["rule"] == "delta" and "sum" not in settings.get("normalize", "sum"):
         for name, parameter in model.named_parameters():
             if "rule.projections.q" in name or "rule.projections.k" in name:

@@ -1,4 +1,4 @@
-"""torch's dynamic int8 quantisation of converted models."""
+"""torch's dynamic int8 quantization of converted models."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_quantized_model_stays_near_the_original_and_generates(family: str, se
 @pytest.mark.parametrize("settings", VARIANTS, ids=lambda s: s["rule"])
 @torch.no_grad()
 def test_quantized_layers_work_in_a_half_precision_model(settings: dict[str, Any], dtype: torch.dtype) -> None:
-    """Dynamic quantisation takes float32 only: the converted layers convert for it."""
+    """Dynamic quantization takes float32 only: the converted layers convert for it."""
     model, ids = converted("llama", **settings).to(dtype), tokens(2, 7)
     layers = [name for name, module in model.named_modules() if isinstance(module, FastWeightsAttention)]
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]

@@ -339,7 +339,7 @@ def test_unknown_rule_is_an_error() -> None:
 
 def test_normalized_decay_is_an_error() -> None:
     q, k, v, f_logit, z_logit = op_inputs("decay", state=False).values()
-    with pytest.raises(ValueError, match="decay rule has no normaliser"):
+    with pytest.raises(ValueError, match="decay rule has no normalizer"):
         ops.apply("decay", q, k, v, (f_logit, z_logit), normalize=True)
 
 

@@ -71,7 +71,7 @@ def test_recall_and_task_tables_show_the_values_of_the_result(tmp_path: Path) ->
 
 
 def test_tasks_have_an_average(tmp_path: Path) -> None:
-    """Of those that all models have, by their normalised share where there is one."""
+    """Of those that all models have, by their normalized share where there is one."""
     assert "mean of" not in report(tmp_path, ALL)[0]
     changed = copy.deepcopy(EVALUATION)
     for model, share in zip(changed["models"], (0.5, 0.3), strict=True):
@@ -285,7 +285,7 @@ def test_one_result_alone_makes_a_report(tmp_path: Path, name: str) -> None:
 
 
 def test_state_size_is_a_gain_where_no_cost_was_measured(tmp_path: Path) -> None:
-    assert "gpt2-decay has a state of 2.2 MB, however long the text is." in report(tmp_path, {"eval": EVALUATION})[0]
+    assert "gpt2-decay has a state of 2.2 MB, however long the context is." in report(tmp_path, {"eval": EVALUATION})[0]
 
 
 def _without(value: Any, lost: str) -> Any:

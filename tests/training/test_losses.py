@@ -1,4 +1,4 @@
-"""What training minimises, against equations written out, Hugging Face's own loss, and documents one by one.
+"""What training minimizes, against equations written out, Hugging Face's own loss, and documents one by one.
 
 Shapes: ids [B,T]   logits [B,T,V]   a layer's output [B,T,D]   y, the input of its output projection, [B,T,H*d]
 """

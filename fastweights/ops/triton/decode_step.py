@@ -1,6 +1,6 @@
 """Triton kernels of one decoding step: the update of a rule's state, and attention to a window.
 
-Shapes: state [B,S,d,m], or [B,S,d+1,m] with a normaliser   q [B,G*S,m]   k [B,S,m]   v [B,S,d]   gates [B,S,.]
+Shapes: state [B,S,d,m], or [B,S,d+1,m] with a normalizer   q [B,G*S,m]   k [B,S,m]   v [B,S,d]   gates [B,S,.]
         cos, sin [B,R]   pairs [S,P]   scale [S,m]   keys, values [B,S,w,d]
         y, rule_output [B,G*S,d]   window_share [G*S]
 
@@ -95,9 +95,9 @@ def step_kernel(
 ):
     """Update one state by one token, in place, and read it with the queries of its group.
 
-    Grid: (B*S, slices), or (B*S, 1) with a normaliser. A program handles SLICES slices of BLOCK_D state rows. Rows are
-    independent, except that all of them are divided by the normaliser in the last row: with it one program takes all
-    slices, since another program could read the normaliser before or after its update.
+    Grid: (B*S, slices), or (B*S, 1) with a normalizer. A program handles SLICES slices of BLOCK_D state rows. Rows are
+    independent, except that all of them are divided by the normalizer in the last row: with it one program takes all
+    slices, since another program could read the normalizer before or after its update.
 
     Memory: 2 * 4 * d * m bytes per state dominate; the state is read and written once. Gates, RoPE and the key scale
     are applied on the way, so nothing else goes through memory.

@@ -75,7 +75,7 @@ def test_compiled_kernels_are_those_launched(
             loss = y.sum() + end.sum() if of_state else y.sum()
             torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
         compiled = list(itertools.chain(*calls))
-        assert len(calls) == 1 + (rule == "delta" and normalize)  # its normaliser is a call of its own
+        assert len(calls) == 1 + (rule == "delta" and normalize)  # its normalizer is a call of its own
         assert sorted(looks(*one) for one in compiled) == sorted(launched)
         assert all(x.is_meta for _, _, args, _ in compiled for x in args if isinstance(x, torch.Tensor))
         assert len(launched) >= (2 if train else 1) * (3 if processors else 1)
