@@ -1,4 +1,4 @@
-"""Cost measurements: time and memory of one more token against the length of the text."""
+"""Cost measurements: time and memory of one more token against context length."""
 
 from __future__ import annotations
 

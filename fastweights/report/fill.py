@@ -188,7 +188,7 @@ def _figure(page: Path, block: _Block) -> Plot:
         cost = CostResult.read(find_result(block.name, page.parent))
     except (ReportError, ResultError) as error:
         raise ReportError(f"{page}, line {block.line}: {error}") from error
-    caption = f"Time and memory of one token against the length of the text before it. From {Path(block.name).name}."
+    caption = f"Time and memory of one token against context length. From {Path(block.name).name}."
     return Plot(f"{Path(block.name).stem}.svg", lambda: draw_cost(cost)[0], caption, block.name)
 
 
