@@ -1,7 +1,7 @@
 """fastweights: pretrained Transformers into recurrent models.
 
 Importing this package is cheap. What needs torch or transformers is loaded when it is used, and converted models become
-known to transformers' Auto classes when one is asked for.
+known to transformers' Auto classes when one is looked up.
 """
 
 from __future__ import annotations
@@ -54,8 +54,11 @@ def __dir__() -> list[str]:
 
 
 class _ConvertedModels(dict):
-    """transformers' table of registered configurations. Ours are entered when one is first asked for: to import them
-    earlier would be a circle where a model's own module is what imports the table."""
+    """transformers' table of registered configurations.
+
+    Ours are registered when one is first looked up. An earlier import would be circular where the table is imported by
+    a model's own module.
+    """
 
     def __contains__(self, model_type: object) -> bool:
         if str(model_type).startswith(MODEL_TYPE_PREFIX) and not super().__contains__(model_type):

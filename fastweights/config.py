@@ -1,5 +1,5 @@
-"""FastWeightsConfig: everything that says how attention is replaced. Each field is documented once, here;
-the command line's help texts are taken from these descriptions."""
+"""FastWeightsConfig: how attention is replaced. Each field is documented once, here; the command line shows the same
+descriptions as help."""
 
 from __future__ import annotations
 

@@ -74,9 +74,9 @@ def rank_layers(
         student: The converted model.
         teacher: The model it was converted from, on the same device and in the same dtype.
         batches: Rows of tokens: input_ids and labels [B,T].
-        keep: Choose so many layers greedily: the best, then the best beside it, and so on.
-        fit: Whether to fit the output projections to the teacher's attention first. Right after conversion the gains
-            say little without.
+        keep: Number of layers to choose greedily: the best, then the best in addition to it, and so on.
+        fit: Whether to fit the output projections to the teacher's attention first. Without it the gains
+            of an untrained model are not meaningful.
         progress: Whether to show a progress bar.
 
     Returns:

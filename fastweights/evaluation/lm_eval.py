@@ -81,7 +81,7 @@ def run_tasks(
         tokenizer: Its tokenizer.
         tasks: Names of lm-eval's tasks, or with a folder those of LOCAL_TASKS.
         task_folder: Folder with the data of the tasks; by default lm-eval downloads them.
-        length: Tokens that the model sees at most; of a longer sequence it sees the end.
+        length: Most tokens of a sequence. Of a longer one only the end is used.
         limit: Items of each task, at most.
         batch_size: Sequences in a forward pass.
         progress: Whether to show a progress bar.
@@ -136,7 +136,7 @@ def _check_installed() -> None:
 
 @functools.cache
 def _stock_tasks() -> Any:
-    """lm-eval's own tasks; to know their names it reads thousands of files, about ten seconds."""
+    """The tasks of lm-eval. To list them it reads thousands of files, which takes about ten seconds."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager()
@@ -203,7 +203,7 @@ def _plain(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def _write_tasks(tasks: Sequence[str], folder: Path, temporary: Path, limit: int | None) -> None:
-    """A YAML for each task, the stock one but for where its data are, and the items beside it."""
+    """Write a YAML file for each task, which includes the stock one and changes its data files, and the items."""
     import lm_eval
 
     stock = Path(str(lm_eval.__file__)).parent / "tasks"

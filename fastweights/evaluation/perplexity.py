@@ -179,7 +179,7 @@ class Window(NamedTuple):
 
 
 def _windows(targets: int, length: int, context: int) -> list[Window]:
-    """All as long as the first. The last one may score fewer tokens; it then sees more of those before them."""
+    """Windows of equal length. The last one may score fewer tokens, and then has more tokens of context."""
     done = min(length, targets)
     windows = [Window(0, done, done)]
     while done < targets:
@@ -190,8 +190,7 @@ def _windows(targets: int, length: int, context: int) -> list[Window]:
 
 
 def _token_row(model: Any, tokenizer: Any, text: str) -> Tensor:
-    """A text's tokens behind the one that is not scored. A tokenizer with neither bos nor eos has none to put there:
-    the text's own first token takes its place."""
+    """The tokens of a text after a first token that is not scored: bos, else eos, else the text's own first token."""
     require_tokenizer(tokenizer)
     if not text.strip():
         raise EvaluationError("the text is empty: give one with words in it")

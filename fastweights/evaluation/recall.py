@@ -1,4 +1,4 @@
-"""The recall probe: does a model remember what it read `distance` tokens ago? It is asked in random tokens.
+"""The recall probe: does a model remember what it read `distance` tokens ago? All sequences are random tokens.
 
 Shapes: S samples, T tokens, V vocabulary.   shown, filler, sequences [S,T]   logits [S,T,V]
 """
@@ -36,10 +36,15 @@ def recall_probe(
 ) -> Recall:
     """Measure how often a model recalls what it read some tokens before.
 
-    pairs: Keys, each followed by its value, then filler, then one of the keys again. Is its value the likeliest of the
-    values shown? copy: A segment, filler, the segment again. Is each token of the repetition's second half the
-    likeliest of all? The filler is random tokens, too, which a state must store as it stores any text; the same
-    newline again and again would be one single key.
+    There are two probes:
+
+    - `pairs`: a sequence has keys, each followed by its value, then filler, then one of the keys again. The model is
+      right if the value of this key is the likeliest of all values in the sequence.
+    - `copy`: a sequence has a segment, filler, and the segment again. Each token in the second half of the repetition
+      is right if it is the likeliest of the vocabulary.
+
+    The filler consists of random tokens, which a state must store like any text. One repeated token would be a single
+    key.
 
     Args:
         model: Any causal model.
@@ -89,14 +94,13 @@ def ordinary_tokens(model: Any, tokenizer: Any = None) -> list[int]:
 
 
 def _special_tokens(model: Any, *names: str) -> list[int]:
-    """Those that the model's config names; one name may have several."""
+    """The special tokens in the model's config. One name may have several tokens."""
     found = [getattr(getattr(model, "config", None), f"{name}_token_id", None) for name in names]
     return [token for ids in found for token in (ids if isinstance(ids, list) else [ids]) if token is not None]
 
 
 def _recall_pairs(draw: Callable, read: Callable, distance: int, pairs: int) -> RecallRow:
-    """All sequences have one length: the queried key has the same place in each, and its block of pairs lies around
-    it."""
+    """The `pairs` probe. All sequences have the same length, with the queried key at the same position."""
     shown, filler = draw(2 * pairs, distance - 2)
     values, queried = shown[:, 1::2], torch.arange(len(shown)) % pairs
     sequences = []
@@ -116,6 +120,7 @@ def _recall_pairs(draw: Callable, read: Callable, distance: int, pairs: int) -> 
 
 
 def _recall_copy(draw: Callable, read: Callable, distance: int, chance: float) -> RecallRow:
+    """The `copy` probe."""
     segment, filler = draw(COPIED, distance - COPIED)
     sequences, second_half = torch.cat([segment, filler, segment[:, :-1]], 1), segment[:, COPIED // 2 :]
     likeliest = torch.cat([logits.argmax(-1) for logits in read(sequences, second_half.shape[1])])

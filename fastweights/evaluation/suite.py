@@ -55,8 +55,8 @@ def evaluate(
         The measurements, without provenance.
 
     Raises:
-        EvaluationError: If there is nothing to measure, or a model cannot be measured as asked for. What can be checked
-            is checked before the first model is measured.
+        EvaluationError: If there is nothing to measure, or a model cannot be measured with these arguments. As much as
+            possible is checked before the first model is measured.
     """
     data = data or {}
     if not (data or tasks or recall) or (by_position and not data):

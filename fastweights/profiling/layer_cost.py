@@ -69,8 +69,10 @@ class Layer:
 
 
 class AttentionLayer(Layer):
-    """Softmax attention over a static cache that is full but for the new token's place: nothing to mask, nothing to
-    copy, which is as fast as torch's attention gets."""
+    """Softmax attention over a static cache that is full except for the new token's place.
+
+    Nothing is masked or copied, which is the fastest case for torch's attention.
+    """
 
     def __init__(self, shape: Shape, length: int) -> None:
         super().__init__(shape, shape.d, shape.d, shape.d)
@@ -90,8 +92,10 @@ class AttentionLayer(Layer):
 
 
 class RuleLayer(Layer):
-    """A rule as it is best in the paper: delta with a ReLU map, whose matrix is part of the projections, and sums
-    normalized; the others without either."""
+    """A rule in its best configuration in the paper.
+
+    delta has a ReLU map, whose matrix is part of the projections, and sum normalization. The others have neither.
+    """
 
     def __init__(self, shape: Shape, rule: str) -> None:
         widths = {"m": shape.m, "d": shape.d, "1": 1}

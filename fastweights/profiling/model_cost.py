@@ -51,7 +51,7 @@ def decode_cost(
 ) -> CostResult:
     """Measure the time and memory of one more token after sequences of several lengths.
 
-    At each length the models alternate, token by token, so that whatever else the machine does falls on all of them.
+    At each length the models alternate, token by token, so that other load on the machine affects all of them.
 
     Args:
         models: Models by name, on one device.
@@ -193,8 +193,10 @@ def _position_table(model: Any) -> Any:
 
 
 def _contender(model: Any, length: int, batch: int) -> Contender:
-    """A model that has read `length` random tokens and generates one more, as `fastweights generate` would: with the
-    engine's step where it has one for the model, and else with the model's own forward."""
+    """A model that has read `length` random tokens and generates one more, as `fastweights generate` does.
+
+    The step is the engine's where it supports the model, and otherwise the model's own forward.
+    """
     check_room(_needed_bytes(model, length, batch), model.device)
     cache, token = _cache_after(model, length, batch), _random_tokens(model, batch, 1)
     cached = cached_bytes(cache)
@@ -220,7 +222,7 @@ def _forward_step(model: Any, cache: Cache, token: Tensor) -> Callable[[], Tenso
 
     def step() -> Tensor:
         if lengths is not None:
-            cache.lengths = lengths  # a converted model counts on into a new tensor, which a CUDA graph cannot follow
+            cache.lengths = lengths  # a converted model counts in a new tensor, and a CUDA graph needs the same one
         with _no_mask(model):
             return model(token, past_key_values=cache, use_cache=True).logits[:, -1]
 
@@ -249,14 +251,17 @@ def _cache_after(model: Any, length: int, batch: int) -> Cache:
 
 
 class _StaticLayer(DynamicLayer):
-    """The keys and values of a sequence with room for one more token, which has the same place each time: shapes and
-    addresses stay, as a CUDA graph needs it, and there is nothing to mask, so that the fastest kernels can be used."""
+    """The keys and values of a sequence, with room for one more token.
 
-    def __init__(self, text: DynamicLayer) -> None:
+    The new token is always written to the same place, so shapes and addresses stay constant, which a CUDA graph needs.
+    There is nothing to mask, so the fastest kernels can be used.
+    """
+
+    def __init__(self, filled: DynamicLayer) -> None:
         super().__init__()
-        self.keys, self.values = (F.pad(held, (0, 0, 0, 1)) for held in (text.keys, text.values))
-        self.dtype, self.device, self.is_sliding = self.keys.dtype, self.keys.device, text.is_sliding
-        self.length, self.is_initialized = int(text.get_seq_length()), True
+        self.keys, self.values = (F.pad(held, (0, 0, 0, 1)) for held in (filled.keys, filled.values))
+        self.dtype, self.device, self.is_sliding = self.keys.dtype, self.keys.device, filled.is_sliding
+        self.length, self.is_initialized = int(filled.get_seq_length()), True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self.keys[:, :, -1:] = key_states
@@ -279,8 +284,10 @@ def _make_static(cache: Cache) -> None:
 
 @contextlib.contextmanager
 def _no_mask(model: Any) -> Iterator[None]:
-    """While a CUDA graph is captured, transformers makes a mask for one token, too, and with a mask torch has no flash
-    attention; for an implementation that it does not know it makes none."""
+    """Prevent the mask that transformers makes for one token while a CUDA graph is captured.
+
+    torch has no flash attention with a mask. transformers makes none for attention implementations it does not know.
+    """
     config = model.config
     before = config._attn_implementation
     config._attn_implementation = UNMASKED if before == "sdpa" else before

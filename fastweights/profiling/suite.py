@@ -14,7 +14,7 @@ from fastweights.results import CostResult
 from fastweights.training.teacher import TeacherError, base_of, load_teacher
 from fastweights.utils.errors import Argument, FastWeightsError
 
-# Takes a line about what is going on.
+# Called with a line of text about the progress.
 Notify = Callable[[str], None]
 
 

@@ -37,8 +37,12 @@ KERNELS = (
 
 @dataclass(frozen=True)
 class Conditions:
-    """Each contender is timed `repeats` times, and the median counts. On a CPU `settle` steps that are not timed come
-    before each timed one, so that it finds the processor's caches as its own tokens left them."""
+    """How steps are timed.
+
+    repeats: Each contender is timed so often, and the median is reported.
+    compiled: Whether to compile the steps with torch.compile.
+    settle: On a CPU, untimed steps before each timed one. They fill the processor's caches with the contender's data.
+    """
 
     device: torch.device
     repeats: int
@@ -48,9 +52,13 @@ class Conditions:
 
 @dataclass(frozen=True)
 class Contender:
-    """A step that generates one token, the bytes cached of the sequence before it, and whether it runs torch's
-    attention. It may be run any number of times, and reads and writes the same places each time. The engine's step is
-    not compiled."""
+    """A step that generates one token.
+
+    step: May be run any number of times. It reads and writes the same addresses each time.
+    cached_bytes: Bytes cached of the sequence before the token.
+    attends: Whether it runs torch's scaled_dot_product_attention.
+    is_engine: Whether it is the engine's step, which is never compiled.
+    """
 
     step: Step
     cached_bytes: int
@@ -60,8 +68,11 @@ class Contender:
 
 @dataclass(frozen=True)
 class Runner:
-    """A step made ready. `how` says how it runs and, where that is not as it should be, why; `kernel` is the kernel of
-    attention that was chosen for it."""
+    """A step that is ready to be timed.
+
+    how: How it runs, such as "CUDA graph"; also why it could not be captured.
+    kernel: The attention kernel that was chosen for it.
+    """
 
     run: Step
     how: str
@@ -102,9 +113,9 @@ def measure(
     conditions: Conditions,
     found: Mapping[str, Findings],
 ) -> None:
-    """A point of each contender after `length` tokens, or the reason why there is none."""
+    """Measure each contender after `length` tokens and add the point, or the reason why there is none, to `found`."""
     if conditions.compiled:
-        torch.compiler.reset()  # every length is compiled anew, and torch gives up after some
+        torch.compiler.reset()  # every length is compiled again, and torch limits the number of compilations
     made = _each(contenders, lambda make: make(), length, found)
     runners = _each(made, lambda contender: ready(contender, conditions), length, found)
     steps = {name: (made[name].step, runner.kernel) for name, runner in runners.items()}
@@ -114,11 +125,11 @@ def measure(
         found[name].add(length, seconds, cached, cached + peaks[name], runners[name])
 
 
-def _each(things: Mapping[str, Any], do: Callable, length: int, found: Mapping[str, Findings]) -> dict[str, Any]:
+def _each(items: Mapping[str, Any], do: Callable, length: int, found: Mapping[str, Findings]) -> dict[str, Any]:
     done = {}
-    for name, thing in things.items():
+    for name, item in items.items():
         try:
-            done[name] = do(thing)
+            done[name] = do(item)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -127,8 +138,11 @@ def _each(things: Mapping[str, Any], do: Callable, length: int, found: Mapping[s
 
 
 def ready(contender: Contender, conditions: Conditions) -> Runner:
-    """Compile the step if asked to, and on CUDA capture it. One that attends gets there the kernel of torch's
-    scaled_dot_product_attention that is the fastest for its shapes, not the one that torch would guess."""
+    """Compile the step if `conditions` say so, and capture it in a CUDA graph on a GPU.
+
+    On a GPU, attention uses the kernel of torch's scaled_dot_product_attention that is measured to be the fastest for
+    its shapes, which may not be the one that torch selects.
+    """
     compiled = conditions.compiled and not contender.is_engine
     way = "engine" if contender.is_engine else "compiled" if compiled else "eager"
     step = torch.compile(contender.step, dynamic=False) if compiled else contender.step
@@ -179,7 +193,7 @@ def _fastest_kernel(step: Step, conditions: Conditions) -> SDPBackend | None:
 
 
 def median_seconds(runners: Mapping[str, Runner], conditions: Conditions) -> dict[str, float]:
-    """The contenders alternate, so that whatever else the machine does falls on all of them."""
+    """The median time of each step. The contenders alternate, so that other load on the machine affects all of them."""
     seconds: dict[str, list[float]] = {name: [] for name in runners}
     for _ in range(conditions.repeats):
         for name, runner in runners.items():
@@ -191,9 +205,9 @@ def _seconds(run: Step, conditions: Conditions) -> float:
     if conditions.device.type != "cuda":
         for _ in range(conditions.settle):
             run()
-        began = time.perf_counter()
+        started = time.perf_counter()
         run()
-        return time.perf_counter() - began
+        return time.perf_counter() - started
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     for _ in range(REPLAYS):
@@ -208,10 +222,10 @@ def _only(kernel: SDPBackend | None) -> contextlib.AbstractContextManager:
 
 
 def peak_bytes(step: Step, kernel: SDPBackend | None, device: torch.device) -> int:
-    """The most that the tensors made in a step hold at once."""
+    """The most bytes that are allocated at once during a step."""
     if device.type == "cuda":
         with _only(kernel):
-            step()  # what libraries keep for good, such as cuBLAS's workspace, is not the step's
+            step()  # libraries allocate workspaces once, such as cuBLAS's; they are not part of the step
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
@@ -228,12 +242,12 @@ def peak_bytes(step: Step, kernel: SDPBackend | None, device: torch.device) -> i
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager:
-    """Streams, events and graphs are those of the current device."""
+    """Make `device` the current CUDA device, to which streams, events and graphs belong."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def check_room(nbytes: int, device: torch.device) -> None:
-    """A CPU's memory has no limit that raises an error: the system ends the program instead."""
+    """Raise MemoryError if a CPU has too little free memory. The system would kill the process without an error."""
     free = psutil.virtual_memory().available
     if device.type == "cpu" and nbytes > free:
         raise MemoryError(f"{decimal(nbytes)} are needed and {decimal(free)} are free")

@@ -87,7 +87,7 @@ def cost_plots(entry: CostEntry, suffix: str) -> list[Block]:
 
 
 def cost_tables(entry: CostEntry, suffix: str = "") -> list[Table]:
-    """Time and memory; the peaks of models in a table of their own, as a terminal has no room for them beside."""
+    """A table of time and memory. Peaks of models have a second table, because a terminal is too narrow for all."""
     keys, number = _measures(entry.cost), suffix.replace("_", " ")
     return [*_cost_table(entry, f"cost{number}", keys[:2]), *_cost_table(entry, f"peak bytes{number}", keys[2:])]
 

@@ -40,7 +40,7 @@ Parts = Mapping[str, Table | Plot]
 
 @dataclass(frozen=True)
 class _Block:
-    """What stands between two marks, as places in the page's text."""
+    """A block between two marks: `start` and `stop` are positions in the text of the page."""
 
     kind: str
     name: str

@@ -78,7 +78,7 @@ class Panel:
     circles: Sequence[Point] = ()
 
     def shown(self, line: Line) -> list[Point]:
-        """The points that the axes can hold, averaged where there are more than one can see."""
+        """The points that the axes can show, averaged where they are too many to be seen."""
         points = [(x, y) for x, y in line.points if finite(x) is not None and finite(y) is not None]
         return _thinned([(x, y) for x, y in points if (x > 0 or not self.log_x) and (y > 0 or not self.log_y)])
 

@@ -139,7 +139,7 @@ def validation_panel(
 
 
 def _shown_range(lines: Sequence[Line], bases: Sequence[float]) -> tuple[float, float] | None:
-    """A run may start at millions: what is far above the best of every run would press the rest together."""
+    """The range of the y axis, cut off far above the best of every run; None for all. A run may start at millions."""
     curves = [[y for _, y in line.points if (finite(y) or 0) > 0] for line in lines]
     best = [*map(min, filter(None, curves)), *bases]
     cut = float(f"{CUT * max(best):.2g}") if best else 0.0
