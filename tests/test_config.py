@@ -145,8 +145,8 @@ def test_attention_normalizer_is_accepted_with_every_map(rule: str, name: str) -
 
 
 def test_unknown_setting_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"unknown setting colour, size; known are rule, m, feature_map"):
-        FastWeightsConfig.from_dict({"size": 3, "rule": "add", "colour": "red"})
+    with pytest.raises(ConfigError, match=r"unknown setting color, size; known are rule, m, feature_map"):
+        FastWeightsConfig.from_dict({"size": 3, "rule": "add", "color": "red"})
 
 
 @pytest.mark.parametrize("name", FIELDS)

@@ -152,7 +152,7 @@ class DecodeModel:
         norm = _norm(model.get_submodule(parts.final_norm))
         self.head = self.context.linear(weight, bias, norm)
         batch, width = self.hidden.shape
-        self.sums = NormSums(batch, width, norm.centred, self.hidden.device)
+        self.sums = NormSums(batch, width, norm.centered, self.hidden.device)
         self.logits = self.context.buffer(weight.shape[0])
         self.softcap = getattr(model.config, "final_logit_softcapping", None)
 
@@ -558,9 +558,9 @@ def _norm(norm: Any) -> Norm:
     if isinstance(norm, nn.LayerNorm):
         if norm.weight is None:
             raise UnsupportedModel("it has a layer norm without weights")
-        return Norm(norm.weight.detach(), None if norm.bias is None else norm.bias.detach(), norm.eps, centred=True)
+        return Norm(norm.weight.detach(), None if norm.bias is None else norm.bias.detach(), norm.eps, centered=True)
     weight = norm.weight.detach().float() + 1 if adds_one_to_weight(norm) else norm.weight.detach()
-    return Norm(weight, None, getattr(norm, "variance_epsilon", None) or norm.eps, centred=False)
+    return Norm(weight, None, getattr(norm, "variance_epsilon", None) or norm.eps, centered=False)
 
 
 def _rotary_kinds(model: Any, parts: ModulePaths) -> list[str]:

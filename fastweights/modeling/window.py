@@ -101,7 +101,7 @@ def _banded_softmax(
 def _spans(x: Tensor, window: int, missing: int) -> Tensor:
     """Keys that the queries of each block can see, [B,w-1+T,...] -> [B,n,w+block,...].
 
-    Neighbouring blocks are concatenated, since the gradient of overlapping views (unfold) is slow.
+    Neighboring blocks are concatenated, since the gradient of overlapping views (unfold) is slow.
     """
     x = F.pad(x, (0, 0) * (x.ndim - 2) + (1, missing))
     if x.shape[1] <= 2 * window:

@@ -69,28 +69,28 @@ class SplitKWorkspace:
 class NormSums:
     """Partial sums for the norm between two linear layers: the first leaves them, the second uses them.
 
-    Sums of squares and, for a layer norm (`centred`), sums of elements, in as many parts as the writer had column
+    Sums of squares and, for a layer norm (`centered`), sums of elements, in as many parts as the writer had column
     tiles. parts = 0: there are none and the reader computes them. Anything else that writes the rows must set parts to
     0.
     """
 
-    def __init__(self, rows: int, columns: int, centred: bool, device: torch.device) -> None:
+    def __init__(self, rows: int, columns: int, centered: bool, device: torch.device) -> None:
         most = -(-columns // SMALLEST_TILE)
-        self.values = torch.empty((2 if centred else 1) * most * rows, dtype=torch.float32, device=device)
-        self.parts, self.centred = 0, centred
+        self.values = torch.empty((2 if centered else 1) * most * rows, dtype=torch.float32, device=device)
+        self.parts, self.centered = 0, centered
 
 
 @dataclass(frozen=True)
 class Norm:
-    """A layer norm (`centred`) or an RMS norm over the last dimension."""
+    """A layer norm (`centered`) or an RMS norm over the last dimension."""
 
     weight: Tensor
     bias: Tensor | None
     eps: float
-    centred: bool
+    centered: bool
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.centred:
+        if self.centered:
             return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
         return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps).to(x.dtype)
 
@@ -144,7 +144,7 @@ class FusedLinear:
             shift = wide @ norm.bias.float()
             self.bias = shift if self.bias is None else self.bias.float() + shift
         self.weight = (wide * norm.weight.float()).to(self.weight.dtype)
-        if norm.centred:
+        if norm.centered:
             self.weight_sums = self.weight.float().sum(1)
 
     def __call__(self, x: Tensor, out: Tensor, add: bool = False, sums: NormSums | None = None) -> Tensor:
@@ -189,7 +189,7 @@ class FusedLinear:
         tile = choose_tile(
             rows, self.columns, k, self.gated, self.norm is not None, self.weight.dtype, limits, given > 0
         )
-        norm = "none" if self.norm is None else "layer" if self.norm.centred else "rms"
+        norm = "none" if self.norm is None else "layer" if self.norm.centered else "rms"
         grid = cdiv(rows, tile.rows), cdiv(self.columns, tile.columns), tile.split
         write_sums_for = "none"
         if sums is not None and self.norm is None:
@@ -197,7 +197,7 @@ class FusedLinear:
                 0 if rows == 1 else grid[1]
             )  # the one-row kernel holds its whole row and computes them at no cost
             if sums.parts:
-                write_sums_for = "layer" if sums.centred else "rms"
+                write_sums_for = "layer" if sums.centered else "rms"
         with torch.cuda.device_of(x):
             linear_kernel[(grid[1],) if rows == 1 else grid](
                 x,
@@ -235,7 +235,7 @@ class FusedLinear:
             )
 
     def _parts_given(self, sums: NormSums | None) -> int:
-        if sums is None or self.norm is None or (self.norm.centred and not sums.centred):
+        if sums is None or self.norm is None or (self.norm.centered and not sums.centered):
             return 0
         return sums.parts
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from fastweights.report.page import Plot, Table
 from fastweights.report.parts import LONGEST_NAME, file_names, plot, table
-from fastweights.report.plots import COLOURS, DASHES, Line
+from fastweights.report.plots import COLORS, DASHES, Line
 from fastweights.report.results import RunEntry
 from fastweights.report.text import DIVERGED, MISSING, count_text, finite, is_broken, perplexity_text, whole
 from fastweights.report.training import Curve, bases_of, perplexity_of, seed_lines, validation_of, validation_panel
@@ -195,15 +195,15 @@ def _plot(compared: Comparison, file: str) -> list[Plot]:
 
 
 def _look(compared: Comparison, variant: VariantRuns) -> tuple[int, int]:
-    """Colour and dashes: of the row and the column where there are enough of both, else one after the other."""
+    """Color and dashes: of the row and the column where there are enough of both, else one after the other."""
     rows, columns = compared.rows, compared.columns
-    if len(rows) <= len(COLOURS) and len(columns) <= len(DASHES):
+    if len(rows) <= len(COLORS) and len(columns) <= len(DASHES):
         return rows.index(variant.row), columns.index(variant.column)
     return next(i for i, other in enumerate(compared.variants) if other is variant), 0
 
 
-def _lines(variant: VariantRuns, colour: int, dash: int) -> list[Line]:
+def _lines(variant: VariantRuns, color: int, dash: int) -> list[Line]:
     if len(variant.runs) > 1:
-        return seed_lines(variant.label, [Curve.of(run) for run in variant.runs], colour, dash)
+        return seed_lines(variant.label, [Curve.of(run) for run in variant.runs], color, dash)
     failed = bool(variant.failed)
-    return [Line(variant.label + "*" * failed, validation_of(variant.runs[0]), colour, ends_badly=failed, dash=dash)]
+    return [Line(variant.label + "*" * failed, validation_of(variant.runs[0]), color, ends_badly=failed, dash=dash)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastweights.report.page import Block, Table
-from fastweights.report.parts import colour_of, plot, table
+from fastweights.report.parts import color_of, plot, table
 from fastweights.report.plots import Line, Panel, Point
 from fastweights.report.results import CostEntry, ModelEntry
 from fastweights.report.text import bytes_text, finite, ratio, seconds_text, times_text, whole
@@ -127,7 +127,7 @@ def cost_panel(cost: CostResult, key: str, subject: str = "") -> Panel:
     """One quantity against length; circles mark from where a converted model costs less."""
     base, others, measure = _base(cost), _others(cost), MEASURES[key]
     lines = [
-        Line(model.name, sorted(_curve(model, key).items()), colour_of(model, cost.models, base))
+        Line(model.name, sorted(_curve(model, key).items()), color_of(model, cost.models, base))
         for model in cost.models
     ]
     crossings = [point for model in others if (point := _crossing(cost, model, key))]

@@ -80,7 +80,7 @@ def pivot(name: str, header: Sequence[str], columns: Columns, sources: Sources) 
     return table(name, [*header, *columns], rows, sources, names=0)
 
 
-def colour_of(item: Any, items: Sequence[Any], base: Any) -> int | None:
+def color_of(item: Any, items: Sequence[Any], base: Any) -> int | None:
     """The base model is grey, the others take the palette one after the other."""
     return None if item is base else next(i for i, x in enumerate(y for y in items if y is not base) if x is item)
 

@@ -14,9 +14,9 @@ from fastweights.report.text import axis_text, count_text, finite
 
 Point = tuple[float, float]
 
-# Okabe and Ito's colours, which the colour-blind tell apart; grey is the base model's.
+# Okabe and Ito's colors, which the color-blind tell apart; grey is the base model's.
 GREY = "#808b96"
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 MARKERS = "sD^vPX"
 DASHES = ("-", "--", ":", "-.")
 INK, PAPER, GRID = "#24292f", "#ffffff", "#d8dee4"
@@ -48,12 +48,12 @@ NAME_HEIGHT = 0.07
 
 @dataclass(frozen=True)
 class Line:
-    """`colour` counts the palette, None is the base model's grey; `dash` counts the ways to draw a line of one colour;
+    """`color` counts the palette, None is the base model's grey; `dash` counts the ways to draw a line of one color;
     `faint` is one of several seeds; `ends_badly` puts a cross where a run diverged."""
 
     label: str
     points: Sequence[Point]
-    colour: int | None
+    color: int | None
     faint: bool = False
     markers: bool = True
     ends_badly: bool = False
@@ -89,7 +89,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class BarChart:
-    """A bar for each name; those of `marked` names have another colour, which the legend calls `marked_as`."""
+    """A bar for each name; those of `marked` names have another color, which the legend calls `marked_as`."""
 
     title: str
     x_label: str
@@ -136,10 +136,10 @@ def bar_figure(chart: BarChart) -> Any:
     drawn = Figure(figsize=(5.8, 3.7), layout="constrained")
     axes = drawn.add_subplot()
     bars = [(name, height) for name, height in chart.bars if finite(height) is not None]
-    for is_marked, colour, label in ((False, COLOURS[0], None), (True, COLOURS[1], chart.marked_as)):
+    for is_marked, color, label in ((False, COLORS[0], None), (True, COLORS[1], chart.marked_as)):
         chosen = [(i, y) for i, (name, y) in enumerate(bars) if (name in chart.marked) == is_marked]
         if chosen:
-            axes.bar([i for i, _ in chosen], [y for _, y in chosen], color=colour, label=label)
+            axes.bar([i for i, _ in chosen], [y for _, y in chosen], color=color, label=label)
     axes.set_title(chart.title, loc="left", pad=8)
     axes.set_xlabel(chart.x_label)
     axes.set_ylabel(chart.y_label)
@@ -189,7 +189,7 @@ def _name_lines(axes: Any, panel: Panel) -> None:
     taken = float("-inf")
     for height, line in sorted(ends, key=lambda end: end[0]):
         taken = max(height, taken + NAME_HEIGHT)
-        axes.text(1.01, taken, _label(line.label), color=_colour(line), transform=axes.transAxes, va="center")
+        axes.text(1.01, taken, _label(line.label), color=_color(line), transform=axes.transAxes, va="center")
 
 
 def check_matplotlib() -> Any:
@@ -208,7 +208,7 @@ def check_matplotlib() -> Any:
 
 
 def _thinned(points: list[Point]) -> list[Point]:
-    """At most about MOST_POINTS, each the mean of its neighbours."""
+    """At most about MOST_POINTS, each the mean of its neighbors."""
     size = -(-len(points) // MOST_POINTS)
     if size <= 1:
         return points
@@ -223,19 +223,19 @@ def _label(name: str) -> str:
     return f" {name}" if name.startswith("_") else name
 
 
-def _colour(line: Line) -> str:
-    return GREY if line.colour is None else COLOURS[line.colour % len(COLOURS)]
+def _color(line: Line) -> str:
+    return GREY if line.color is None else COLORS[line.color % len(COLORS)]
 
 
 def _draw_line(axes: Any, line: Line, points: list[Point]) -> None:
-    index, colour = line.colour or 0, _colour(line)
-    marker = "o" if line.colour is None else MARKERS[index % len(MARKERS)]
+    index, color = line.color or 0, _color(line)
+    marker = "o" if line.color is None else MARKERS[index % len(MARKERS)]
     few = len(points) <= 24
     axes.plot(
         [x for x, _ in points],
         [y for _, y in points],
-        color=colour,
-        linestyle=DASHES[(index // len(COLOURS) + line.dash) % len(DASHES)],
+        color=color,
+        linestyle=DASHES[(index // len(COLORS) + line.dash) % len(DASHES)],
         linewidth=0.9 if line.faint else 2.2,
         alpha=0.5 if line.faint else 1.0,
         marker=marker if line.markers and few and not line.faint else None,
@@ -243,7 +243,7 @@ def _draw_line(axes: Any, line: Line, points: list[Point]) -> None:
         label=None if line.faint else _label(line.label),
     )
     if line.ends_badly and points:
-        axes.plot(*points[-1], "x", color=colour, markersize=9, markeredgewidth=2.2)
+        axes.plot(*points[-1], "x", color=color, markersize=9, markeredgewidth=2.2)
 
 
 def _set_axes(axes: Any, panel: Panel) -> None:
@@ -301,8 +301,8 @@ def _for_dark_screens(svg: str) -> str:
     """Ink, paper and grid as variables that follow the reader's choice; the paper is part of the picture, so that it
     can be read on any page."""
     names = {INK: "--ink", PAPER: "--paper", GRID: "--grid"}
-    light = "; ".join(f"{name}: {colour}" for colour, name in names.items())
-    dark = "; ".join(f"{name}: {DARK[colour]}" for colour, name in names.items())
+    light = "; ".join(f"{name}: {color}" for color, name in names.items())
+    dark = "; ".join(f"{name}: {DARK[color]}" for color, name in names.items())
     style = f":root {{ {light} }} @media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n*{{"
     svg = re.sub(rf"\b(fill|stroke): ({'|'.join(names)})\b", lambda found: f"{found[1]}: var({names[found[2]]})", svg)
     return svg.replace("*{", style, 1)

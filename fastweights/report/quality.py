@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from fastweights.report.page import Plot, Table
-from fastweights.report.parts import Columns, colour_of, file_names, is_wide, pivot, plot, table
+from fastweights.report.parts import Columns, color_of, file_names, is_wide, pivot, plot, table
 from fastweights.report.plots import Line, Panel, Point
 from fastweights.report.results import ModelEntry, base_entry
 from fastweights.report.text import (
@@ -158,7 +158,7 @@ def _by_position(models: Sequence[ModelEntry]) -> dict[str, ByModel]:
 
 def _line(entry: ModelEntry, models: Sequence[ModelEntry], points: Sequence[Point]) -> Line:
     base = next((other for other in models if not other.converted), None)
-    return Line(entry.label, points, colour_of(entry, models, base))
+    return Line(entry.label, points, color_of(entry, models, base))
 
 
 def recall_plots(models: Sequence[ModelEntry]) -> list[Plot]:

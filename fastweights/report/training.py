@@ -147,7 +147,7 @@ def _shown_range(lines: Sequence[Line], bases: Sequence[float]) -> tuple[float, 
     return (0.9 * min(best), cut) if best and is_above else None
 
 
-def _loss_lines(entry: RunEntry, colour: int) -> list[Line]:
+def _loss_lines(entry: RunEntry, color: int) -> list[Line]:
     """A line for each stage: losses of different kinds are not one curve."""
     curve = entry.run.curve
     stages = list(dict.fromkeys(point.stage for point in curve))
@@ -155,7 +155,7 @@ def _loss_lines(entry: RunEntry, colour: int) -> list[Line]:
         Line(
             entry.label if i == 0 else "",
             [(point.tokens, point.loss) for point in curve if point.stage == stage],
-            colour,
+            color,
             markers=False,
             ends_badly=bool(entry.run.diverged) and i == len(stages) - 1,
         )
@@ -197,17 +197,17 @@ class Curve:
 
 def curves_panel(curves: Mapping[str, Sequence[Curve]], base: float | None) -> Panel:
     """Several curves under each label: a thin line for each, a thick one for their mean."""
-    lines = [line for colour, label in enumerate(curves) for line in seed_lines(label, curves[label], colour)]
+    lines = [line for color, label in enumerate(curves) for line in seed_lines(label, curves[label], color)]
     return validation_panel("tokens", lines, [] if base is None else [base])
 
 
-def seed_lines(label: str, curves: Sequence[Curve], colour: int, dash: int = 0) -> list[Line]:
+def seed_lines(label: str, curves: Sequence[Curve], color: int, dash: int = 0) -> list[Line]:
     """A run that diverged ends in a cross, marks the label and is left out of the mean."""
     diverged = sum(curve.diverged for curve in curves)
-    thin = [Line("", curve.points, colour, faint=True, ends_badly=curve.diverged, dash=dash) for curve in curves]
+    thin = [Line("", curve.points, color, faint=True, ends_badly=curve.diverged, dash=dash) for curve in curves]
     sound = [dict(curve.points) for curve in curves if not curve.diverged]
     name = f"{label}* ({diverged} of {len(curves)} diverged)" if diverged else label
-    return [*thin, Line(name, _mean(sound), colour, markers=False, dash=dash)]
+    return [*thin, Line(name, _mean(sound), color, markers=False, dash=dash)]
 
 
 def _mean(curves: Sequence[Mapping[float, float]]) -> list[Point]:

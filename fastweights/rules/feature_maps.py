@@ -46,7 +46,7 @@ class Elu(Identity):
 
 
 class Dpfp(Identity):
-    """DPFP with nu = 1: products of neighbours in relu([x, -x]), so m = 2 r (Schlag et al. 2021)."""
+    """DPFP with nu = 1: products of neighbors in relu([x, -x]), so m = 2 r (Schlag et al. 2021)."""
 
     def forward(self, x: Tensor) -> Tensor:
         halves = F.relu(torch.cat([x, -x], dim=-1))
@@ -104,7 +104,7 @@ def _at_least_float32(x: Tensor) -> Tensor:
 
 
 def _random_rotation(d: int, generator: torch.Generator) -> Tensor:
-    """A uniformly distributed orthogonal matrix [d,d]. QR alone favours some signs, so they are corrected."""
+    """A uniformly distributed orthogonal matrix [d,d]. QR alone favors some signs, so they are corrected."""
     q, r = torch.linalg.qr(torch.randn(d, d, generator=generator))
     return q * r.diagonal().sign()
 

@@ -111,7 +111,7 @@ def test_top_k_and_top_p_filters_match_transformers() -> None:
         assert_close("probabilities", filtered[row].softmax(-1), expected[0].softmax(-1), 1e-6)
 
 
-def test_noise_of_neighbouring_positions_and_seeds_is_independent() -> None:
+def test_noise_of_neighboring_positions_and_seeds_is_independent() -> None:
     """Two positions, and two seeds, choose the same token no more often than chance."""
     count, sampler = 3000, Sampler(3000, VOCAB, torch.device("cpu"))
     sampler.samples.fill_(True)

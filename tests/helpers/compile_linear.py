@@ -23,8 +23,8 @@ LAYERS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "up": (1536, 576, dict(norm="rms", activation="silu", gated=True)),
     "down": (576, 1536, dict(add=True)),
     "head": (49152, 576, dict(norm="rms")),
-    "centred": (2048, 768, dict(norm="layer", activation="gelu", biased=True)),
-    "centred outer": (768, 768, dict(biased=True, add=True, handed_on="layer")),
+    "centered": (2048, 768, dict(norm="layer", activation="gelu", biased=True)),
+    "centered outer": (768, 768, dict(biased=True, add=True, handed_on="layer")),
     "large": (8192, 2048, dict(norm="rms")),
 }
 COPY, DOT, WAIT = "ttg.async_copy_global_to_local", "ttng.warp_group_dot", "ttng.warp_group_dot_wait"
@@ -75,8 +75,8 @@ def compile_layer(name: str, rows: int, dtype: torch.dtype, passed: bool) -> Non
     layer = linear.FusedLinear(weight, bias, norm if kind else None, activation, gated, kernel=True, overlap=True)
     sums = None
     if passed:
-        centred = (around.get("handed_on") or kind) == "layer"
-        sums = linear.NormSums(rows, k if kind else n, centred, weight.device)
+        centered = (around.get("handed_on") or kind) == "layer"
+        sums = linear.NormSums(rows, k if kind else n, centered, weight.device)
         sums.parts = -(-k // 16)  # the most there can be
     compiler = Compiler(decode_linear.linear_kernel)
     decode_linear.linear_kernel = compiler  # type: ignore[assignment]

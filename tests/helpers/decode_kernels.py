@@ -54,7 +54,7 @@ def layer_case(
 
     wide = x.double()
     if norm is not None:
-        wide = wide - wide.mean(-1, keepdim=True) if norm.centred else wide
+        wide = wide - wide.mean(-1, keepdim=True) if norm.centered else wide
         wide = wide / (wide.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight.double()
         wide = wide if norm_bias is None else wide + norm_bias.double()
     expected = wide @ weight.double().T + (0 if bias is None else bias.double())

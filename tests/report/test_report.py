@@ -210,7 +210,7 @@ def test_plots_are_written_and_linked(tmp_path: Path) -> None:
     assert {"tokens (1 transfer, 2 finetune)", "1", "2"} <= set(svg_texts(plots / "loss.svg"))
 
 
-def test_plots_follow_a_dark_colour_scheme(tmp_path: Path) -> None:
+def test_plots_follow_a_dark_color_scheme(tmp_path: Path) -> None:
     report(tmp_path, {"cost": COST})
     svg = (tmp_path / "report" / "plots" / "seconds.svg").read_text()
     assert "prefers-color-scheme: dark" in svg and "fill: var(--paper)" in svg

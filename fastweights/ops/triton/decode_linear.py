@@ -140,7 +140,7 @@ def linear_kernel(
 ):
     """out = residual + activation(weight norm(x) + bias); the norm's own weight is already part of `weight`.
 
-    Grid: (row tiles, column tiles, SPLIT); for one row (column tiles,). Row tiles of the same weights are neighbours,
+    Grid: (row tiles, column tiles, SPLIT); for one row (column tiles,). Row tiles of the same weights are neighbors,
     so weights that exceed the L2 cache are still read from memory once. A program computes a tile [ROWS,COLUMNS] of
     out, with float32 accumulators.
 

@@ -33,8 +33,8 @@ def tiles_of_some_columns(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("fastweights.ops.linear.multiprocessors", lambda _: 11)
 
 
-def empty_sums(rows: int, width: int, centred: bool) -> NormSums:
-    sums = NormSums(rows, width, centred, torch.device(DEVICE))
+def empty_sums(rows: int, width: int, centered: bool) -> NormSums:
+    sums = NormSums(rows, width, centered, torch.device(DEVICE))
     sums.values.fill_(math.nan)
     return sums
 
@@ -56,7 +56,7 @@ def written(rows: int, width: int, k: int, dtype: torch.dtype, sums: NormSums | 
 def test_writer_leaves_sums_for_the_next_norm(norm: str, rows: int, k: int, dtype: torch.dtype) -> None:
     sums = empty_sums(rows, WIDTH, norm == "layer")
     hidden = written(rows, WIDTH, k, dtype, sums)
-    used = sums.parts * rows * (2 if sums.centred else 1)
+    used = sums.parts * rows * (2 if sums.centered else 1)
     assert sums.parts > 1 or DEVICE == "cuda"
     parts = sums.values[:used].view(-1, sums.parts, rows).cpu().double().sum(1)
     wide = hidden.cpu().double()
@@ -96,7 +96,7 @@ def test_one_row_neither_writes_nor_reads_sums(norm: str) -> None:
 
 
 def test_layer_norm_does_not_use_sums_of_squares_alone() -> None:
-    sums = empty_sums(5, WIDTH, centred=False)
+    sums = empty_sums(5, WIDTH, centered=False)
     hidden = written(5, WIDTH, 40, torch.float32, sums)
     reader, _, out, expected = layer_case(READERS["layer"], 5, COLUMNS, WIDTH, torch.float32, "kernel", hidden)
     assert_close("out", reader(hidden, out, sums=sums).cpu(), expected, 2e-6)
@@ -105,7 +105,7 @@ def test_layer_norm_does_not_use_sums_of_squares_alone() -> None:
 def test_layer_norm_of_large_constant_rows_is_finite() -> None:
     """A layer norm's variance is a difference: never less than none, whatever is rounded."""
     rows, (writer, x, _, _) = 16, layer_case(WRITER, 16, WIDTH, 40, torch.float32, "kernel")
-    writer.bias, sums = None, empty_sums(rows, WIDTH, centred=True)
+    writer.bias, sums = None, empty_sums(rows, WIDTH, centered=True)
     hidden = (torch.arange(1.0, rows + 1, device=DEVICE) * 333.3)[:, None].repeat(1, WIDTH)
     writer(torch.zeros_like(x), hidden, add=True, sums=sums)
     reader, _, out, _ = layer_case(READERS["layer"], rows, COLUMNS, WIDTH, torch.float32, "kernel", hidden)
