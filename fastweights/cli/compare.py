@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from fastweights.cli.options import reports_errors, usable_device
+from fastweights.results import TrainingResult
 
 
 @reports_errors
@@ -47,27 +48,27 @@ def compare(
     chosen = with_changes(choose(load_grid(grid), only.split(",")), parse_changes(change))
     from transformers.utils import logging
 
+    from fastweights.experiments.job import Setup
     from fastweights.experiments.runner import compare as run
-    from fastweights.experiments.runner import make_setup
+    from fastweights.experiments.runner import name_tests
 
     logging.disable_progress_bar()
     if device not in (None, "cpu"):
         usable_device(device)
-    setup = make_setup(output, model, data, validation, test, limit=limit, device=device, keep=keep)
+    setup = Setup(output, model, data, validation, name_tests(test), limit=limit, device=device, keep=keep)
     outcome = run(chosen, setup, at_once=jobs)
     _print_comparison(outcome.results, list(setup.tests))
     outcome.check()
 
 
-def _print_comparison(results: list[dict[str, Any]], tests: list[str]) -> None:
+def _print_comparison(results: list[TrainingResult], tests: list[str]) -> None:
     headers = ("tokens", "validation", *tests, "diverged")
     table = Table("run", *(Column(escape(header), justify="right") for header in headers), box=None)
     for result in results:
-        measured = {test["data"]: test["token"] for test in result["tests"]}
-        best, diverged = result["best"], result["diverged"]
-        perplexities = [best and best["perplexity"], *(measured.get(test) for test in tests)]
+        measured = {test.data: test.token for test in result.tests or ()}
+        perplexities = [result.best and result.best.perplexity, *(measured.get(test) for test in tests)]
         shown = ["–" if value is None else f"{value:,.2f}" for value in perplexities]
-        ended = "" if diverged is None else f"step {diverged['step']}"
-        table.add_row(escape(result["name"]), f"{result['tokens']:,}", *shown, ended)
+        diverged = "" if result.diverged is None else f"step {result.diverged.step}"
+        table.add_row(escape(result.name), f"{result.tokens:,}", *shown, diverged)
     if results:
         Console().print(table)

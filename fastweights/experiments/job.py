@@ -26,12 +26,12 @@ from fastweights.evaluation.perplexity import EvaluationError, perplexity
 from fastweights.experiments.grid import GridError, Variant
 from fastweights.loading import load, load_tokenizer, save
 from fastweights.modeling.modes import autocast
-from fastweights.results import PerplexityRow, TrainingResult
+from fastweights.results import PerplexityRow, ResultError, TrainingResult
 from fastweights.training import checkpoint as saved
 from fastweights.training.recipe import Recipe
 from fastweights.training.trainer import VALIDATION_BATCH_TOKENS, TrainConfig
-from fastweights.utils.errors import Argument, CheckpointError
-from fastweights.utils.files import write_json
+from fastweights.utils.errors import Argument
+from fastweights.utils.files import absolute, write_json
 
 MOST_CHANGES = 4
 
@@ -49,33 +49,25 @@ class Setup:
     device: str | None = None
     keep: bool = False
 
+    def with_absolute_paths(self) -> Setup:
+        """The same, for a comparison that may be resumed from another working directory."""
+        sources: dict[str, Any] = {name: absolute(getattr(self, name)) for name in ("model", "data", "validation")}
+        tests = {name: absolute(source) for name, source in self.tests.items()}
+        return replace(self, folder=self.folder.absolute(), tests=tests, **sources)
 
-@dataclass(frozen=True)
+
 class Job:
     """A variant in the folder of its comparison."""
 
-    setup: Setup
-    variant: Variant
-
-    @property
-    def name(self) -> str:
-        return self.variant.name
-
-    @property
-    def folder(self) -> Path:
-        return self.setup.folder / "runs" / self.name
-
-    @property
-    def training(self) -> Path:
-        return self.folder / "training"
-
-    @property
-    def log(self) -> Path:
-        return self.folder / "log.txt"
-
-    @property
-    def result(self) -> Path:
-        return self.setup.folder / "results" / f"{self.name}.json"
+    def __init__(self, setup: Setup, variant: Variant) -> None:
+        self.setup, self.variant, self.name = setup, variant, variant.name
+        self.folder = setup.folder / "runs" / self.name
+        self.started, self.log = self.folder / "begun.json", self.folder / "log.txt"
+        self.converted, self.training = self.folder / "converted", self.folder / "training"
+        self.result = setup.folder / "results" / f"{self.name}.json"
+        self.config = TrainConfig(
+            setup.model, setup.data, variant.recipe, None, setup.validation, limit=setup.limit, device=setup.device
+        )
 
     def acquire(self) -> TextIO | None:
         """Lock the run; None if another process holds it. A training process inherits the lock, so that nobody resumes
@@ -89,18 +81,13 @@ class Job:
             return None
         return lock
 
+    # Settings
+
     def settings(self) -> dict[str, Any]:
         """Everything that the outcome of the run depends on."""
-        setup, config = self.setup, self.variant.config
-        return {
-            "settings": None if config is None else config.to_dict(),
-            "recipe": self.variant.recipe.to_dict(),
-            "model": setup.model,
-            "data": setup.data,
-            "validation": setup.validation,
-            "limit": setup.limit,
-            "tests": dict(sorted(setup.tests.items())),
-        }
+        config, training = self.variant.config, self.config.to_dict()
+        settings = {"settings": None if config is None else config.to_dict(), "tests": self.setup.tests}
+        return settings | {name: training[name] for name in ("recipe", "model", "data", "validation", "limit")}
 
     def check_unchanged(self) -> None:
         """Refuse to resume or to reuse a run that was started with other settings.
@@ -110,38 +97,33 @@ class Job:
         Raises:
             GridError: which settings differ, and what to do.
         """
-        before = self._settings_before()
-        if before is None:
+        if not self.is_trained() and not self._has_checkpoint():
             return
+        before = self._settings_before()
         now, then = _flat({name: value for name, value in self.settings().items() if name in before}), _flat(before)
         changed = [name for name in {**then, **now} if now.get(name) != then.get(name)]
         if changed:
             shown = [f"{name} is {now.get(name)!r} and was {then.get(name)!r}" for name in changed[:MOST_CHANGES]]
-            more = f", and {len(changed) - MOST_CHANGES} more" if len(changed) > MOST_CHANGES else ""
+            shown += ["…"] if len(changed) > MOST_CHANGES else []
             paths = " and ".join(str(path) for path in (self.folder, self.result) if path.exists())
             raise GridError(
-                f"run {self.name} was started with other settings: {', '.join(shown)}{more}; restore them, give the "
+                f"run {self.name} was started with other settings: {', '.join(shown)}; restore them, give the "
                 "run another name, choose another folder (",
                 Argument("output"),
                 f"), or delete {paths} to start it anew",
             )
 
-    def _settings_before(self) -> dict[str, Any] | None:
-        trained = self._has_checkpoint() or (self.training / saved.RESULT).is_file()
-        if not trained and not self.result.is_file():
-            return None
-        if trained or self._started.is_file():
-            found = saved.read_json(self._started)
-        else:
+    def _settings_before(self) -> dict[str, Any]:
+        if self.result.is_file() and not self.started.is_file():  # as when only results were copied
             result = self.read_result()
-            found = {"settings": result["model"]["settings"], "recipe": result["recipe"]}
+            found: dict[str, Any] = {"settings": result.model.settings, "recipe": result.recipe}
+        else:
+            found = saved.read_json(self.started)
         # a setting that an older version did not have gets its default
         config = None if found["settings"] is None else FastWeightsConfig.from_dict(found["settings"]).to_dict()
         return found | {"settings": config, "recipe": Recipe.from_dict(found["recipe"]).to_dict()}
 
-    @property
-    def _started(self) -> Path:
-        return self.folder / "begun.json"
+    # Training
 
     def is_trained(self) -> bool:
         return self.result.is_file() or (self.training / saved.RESULT).is_file()
@@ -149,52 +131,56 @@ class Job:
     def _has_checkpoint(self) -> bool:
         return saved.linked(self.training, saved.LAST) is not None
 
-    def read_result(self) -> dict[str, Any]:
-        try:
-            return saved.read_json(self.result)
-        except CheckpointError as error:
-            raise GridError(f"{str(error).split('; ')[0]}; delete it, and the run is done again") from error
-
     def prepare(self, memory_share: float) -> None:
         """Make `training` ready for `fastweights train --resume`, which starts the run or resumes it."""
-        run = self.training / saved.RUN
-        # a run with a checkpoint was compared with its settings before the first process started
-        resumes = run.is_file() and (self._has_checkpoint() or saved.read_json(self._started) == self.settings())
+        resumes = self._has_checkpoint()
         with self.log.open("a") as log:
             print("resumed" if resumes else "started", file=log)
-        config = saved.read_json(run) if resumes else self._start_over().to_dict()
-        write_json(run, config | {"memory_share": memory_share})
+        if not resumes:
+            self._start_over()
+        model = self.setup.model if self.variant.config is None else str(self.converted)
+        config = replace(self.config, model=model, memory_share=memory_share)
+        write_json(self.training / saved.RUN, config.to_dict())
 
-    def _start_over(self) -> TrainConfig:
-        setup, config, converted = self.setup, self.variant.config, self.folder / "converted"
-        for folder in (self.training, converted):
+    def _start_over(self) -> None:
+        for folder in (self.training, self.converted):
             shutil.rmtree(folder, ignore_errors=True)
-        write_json(self._started, self.settings())
-        if config is not None:
-            model = convert(load(setup.model, dtype=torch.float32), config)
-            model.config.fastweights_base = setup.model
-            save(model, converted, load_tokenizer(setup.model))
-        return TrainConfig(
-            model=setup.model if config is None else str(converted),
-            data=setup.data,
-            recipe=self.variant.recipe,
-            validation=setup.validation,
-            limit=setup.limit,
-            device=setup.device,
-        )
+        write_json(self.started, self.settings())
+        if self.variant.config is not None:
+            model = convert(load(self.setup.model, dtype=torch.float32), self.variant.config)
+            model.config.fastweights_base = self.setup.model
+            save(model, self.converted, load_tokenizer(self.setup.model))
+
+    # Result
+
+    def read_result(self) -> TrainingResult:
+        """The result, with the cell that the grid has now."""
+        try:
+            result = TrainingResult.read(self.result)
+        except ResultError as error:
+            raise GridError(f"{error}, or delete it: then the run is done again") from error
+        if result.cell != self.variant.cell:
+            result = replace(result, cell=self.variant.cell)
+            result.write(self.result)
+        return result
 
     def finish(self) -> None:
         """Measure the best model on the tests and write the result, unless another process did so."""
         if self.result.is_file():
             return
         result = TrainingResult.read(self.training / saved.RESULT)
-        tests = self._measure(result.diverged is not None)
+        try:
+            tests = self._measure()
+        except EvaluationError:
+            if result.diverged is None:
+                raise
+            tests = []  # its model may have no finite losses
         replace(result, name=self.name, run=self.name, cell=self.variant.cell, tests=tests).write(self.result)
         if not self.setup.keep:
             self._remove_models()
 
-    def _measure(self, diverged: bool) -> list[PerplexityRow]:
-        """The best model's perplexity of every test. A run that diverged may have no model, or no finite losses."""
+    def _measure(self) -> list[PerplexityRow]:
+        """The best model's perplexity of every test. A run that diverged at once has no model."""
         best = saved.linked(self.training, saved.BEST) or saved.linked(self.training, saved.LAST)
         if best is None or not self.setup.tests:
             return []
@@ -202,21 +188,16 @@ class Job:
         model, tokenizer = load(best, dtype=torch.float32).to(device), load_tokenizer(best)
         length = self.variant.recipe.length
         windows: dict[str, Any] = dict(length=length, batch_size=max(1, VALIDATION_BATCH_TOKENS // length))
-        found = []
-        try:
-            for name, source in self.setup.tests.items():
-                with autocast(model.device, self.variant.recipe.precision):
-                    measured = perplexity(model, tokenizer, read_text(source), progress=False, **windows)
-                found.append(measured.row(name))
-        except EvaluationError:
-            if not diverged:
-                raise
-            return []
-        return found
+        with autocast(model.device, self.variant.recipe.precision):
+            return [
+                perplexity(model, tokenizer, read_text(source), progress=False, **windows).row(name)
+                for name, source in self.setup.tests.items()
+            ]
 
     def _remove_models(self) -> None:
         """The log of the steps stays. Without run.json there is no run to resume."""
-        for path in (*self.training.iterdir(), self.folder / "converted"):
+        old_name = self.folder / "swapped"  # of `converted`, in comparisons that were started earlier
+        for path in (*self.training.iterdir(), self.converted, old_name):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
             elif path.name != saved.LOG:

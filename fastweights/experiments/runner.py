@@ -8,12 +8,11 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -30,11 +29,13 @@ from fastweights.loading import load, load_tokenizer, require_tokenizer
 from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.families import family_of
 from fastweights.modeling.positions import position_limit
+from fastweights.results import TrainingResult
 from fastweights.training import checkpoint as saved
+from fastweights.training.checks import check_lengths
 from fastweights.training.trainer import perplexity_from_loss
 from fastweights.utils.errors import Argument, Stopped, error_context
-from fastweights.utils.files import absolute, write_json
 from fastweights.utils.progress import RunsDisplay
+from fastweights.utils.signals import stop_signals
 
 POLL_SECONDS = 0.2
 # As a rule, this much of a log's end holds a validation.
@@ -44,44 +45,30 @@ TAIL_BYTES = 2**16
 class Unfinished(Stopped):
     """A comparison some of whose runs failed or were stopped."""
 
-    def __init__(self, message: str, exit_code: int = 1) -> None:
-        self.exit_code = exit_code
-        super().__init__(message)
 
-
-@dataclass
+@dataclass(frozen=True)
 class Outcome:
-    """`results` of the runs that are done, in the grid's order; for each run that failed, why."""
+    """`results` of the runs that are done, in the grid's order; for each run that failed, why; the number of runs."""
 
-    results: list[dict[str, Any]] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)
-    waiting: int = 0
+    results: list[TrainingResult]
+    failed: dict[str, str]
+    count: int
     stop_signal: int = 0
 
     def check(self) -> None:
         """Raise Unfinished unless all runs are done."""
-        count = len(self.results) + len(self.failed) + self.waiting
         if self.stop_signal:
-            done = f"stopped by {signal.Signals(self.stop_signal).name}: {len(self.results)} of {count} runs are done"
-            raise Unfinished(f"{done}; the same command resumes", 128 + self.stop_signal)
+            name, done = signal.Signals(self.stop_signal).name, f"{len(self.results)} of {self.count} runs are done"
+            raise Unfinished(f"stopped by {name}: {done}; the same command resumes", exit_code=128 + self.stop_signal)
         if self.failed:
             listed = "; ".join(f"{name}: {reason}" for name, reason in self.failed.items())
-            raise Unfinished(f"{len(self.failed)} of {count} runs failed, the same command tries again: {listed}")
+            raise Unfinished(f"{len(self.failed)} of {self.count} runs failed, the same command tries again: {listed}")
 
 
-def make_setup(folder: Path, model: str, data: str, validation: str, tests: Sequence[str] = (), **more: Any) -> Setup:
-    """Paths become absolute, because a comparison may be resumed from another folder. A test is named after its file,
-    unless several have that name."""
-    names = [Path(test).name for test in tests]
-    named = {name if names.count(name) == 1 else test: test for name, test in zip(names, tests, strict=True)}
-    return Setup(
-        folder=folder.absolute(),
-        model=absolute(model),
-        data=absolute(data),
-        validation=absolute(validation),
-        tests={name: absolute(test) for name, test in named.items()},
-        **more,
-    )
+def name_tests(sources: Sequence[str]) -> dict[str, str]:
+    """Data sources by their names: that of the file, unless several have it."""
+    names = [Path(source).name for source in sources]
+    return {name if names.count(name) == 1 else source: source for name, source in zip(names, sources, strict=True)}
 
 
 def launch(arguments: Sequence[str], log: TextIO, lock: TextIO, threads: int) -> subprocess.Popen:
@@ -97,31 +84,32 @@ def launch(arguments: Sequence[str], log: TextIO, lock: TextIO, threads: int) ->
     )
 
 
-def compare(variants: Sequence[Variant], setup: Setup, at_once: int = 1, console: Console | None = None) -> Outcome:
-    """Run the variants that are not done yet.
+def compare(variants: Sequence[Variant], setup: Setup, at_once: int = 1) -> Outcome:
+    """Run the variants that are not done yet. Progress is shown on standard error.
 
     Args:
         variants: the runs of a grid.
         setup: what they share.
         at_once: how many are trained at the same time. They share the cores and the memory of the device.
-        console: where progress is shown; by default standard error.
 
     Raises:
-        GridError, DataError, CheckpointError: what can be known to be wrong before the first process starts.
+        FastWeightsError: what can be known to be wrong before the first process starts.
     """
+    setup = setup.with_absolute_paths()
     jobs = [Job(setup, variant) for variant in variants]
     for job in jobs:
         job.check_unchanged()
-    display = RunsDisplay(console or Console(stderr=True))
     waiting = [job for job in jobs if not job.result.is_file()]
     _make_folders(setup.folder)
     if waiting:
         _prepare(setup, waiting)
+    display = RunsDisplay(Console(stderr=True))
     if len(waiting) < len(jobs):
         display.print(f"{len(jobs) - len(waiting)} of {len(jobs)} runs are done already")
-    outcome = _Runner(waiting, at_once, display).run()
-    outcome.results = [_result(job) for job in jobs if job.result.is_file()]
-    return outcome
+    runner = _Runner(waiting, at_once, display)
+    runner.run()
+    results = [job.read_result() for job in jobs if job.result.is_file()]
+    return Outcome(results, runner.failed, len(jobs), runner.stop_signal)
 
 
 def _make_folders(folder: Path) -> None:
@@ -141,14 +129,14 @@ def _prepare(setup: Setup, jobs: Sequence[Job]) -> None:
         reason = f" {setup.model} is converted already: give the model that it was converted from"
         raise GridError(Argument("model"), reason)
     for job in jobs:
-        _check_model(job, base)
-    texts = [prepare(setup.data, tokenizer, limit=setup.limit)]
+        with error_context(f"run {job.name}: ", plain=True):
+            _check_model(job, base)
+    check_vocabulary(prepare(setup.data, tokenizer, limit=setup.limit), tokenizer, base.config)
     with error_context(Argument("validation"), ": "):
-        texts.append(prepare(setup.validation, tokenizer, limit=setup.limit))
-    for tokens in texts:
-        check_vocabulary(tokens, tokenizer, base.config)
-    for length in {job.variant.recipe.length for job in jobs}:
-        validation_rows(texts[1], length, length)
+        validation = prepare(setup.validation, tokenizer, limit=setup.limit)
+        check_vocabulary(validation, tokenizer, base.config)
+        for length in {job.variant.recipe.length for job in jobs}:
+            validation_rows(validation, length, length)
     for name, source in setup.tests.items():
         with error_context(Argument("test"), f" {name}: "):
             if not read_text(source).strip():
@@ -156,29 +144,14 @@ def _prepare(setup: Setup, jobs: Sequence[Job]) -> None:
 
 
 def _check_model(job: Job, base: Any) -> None:
-    config, recipe, limit = job.variant.config, job.variant.recipe, position_limit(base)
-    longest = max(recipe.length, *(recipe.length_of(stage) for stage in recipe.stages))
-    if limit is not None and longest > limit and (config is None or config.positions != "clamp"):
-        raise GridError(f"run {job.name}: length {longest}: the base has positions for {limit} tokens only")
+    config = job.variant.config
     if config is not None:
-        try:
-            check_layers(config, len(family_of(base).blocks(base)))
-        except ValueError as error:
-            raise GridError(f"run {job.name}: {error}") from error
-
-
-def _result(job: Job) -> dict[str, Any]:
-    """A run's result, with its cell as the grid has it now."""
-    result = job.read_result()
-    if result.get("cell") != job.variant.cell:
-        result["cell"] = job.variant.cell
-        write_json(job.result, result)
-    return result
+        check_layers(config, len(family_of(base).blocks(base)))
+    if config is None or config.positions != "clamp":
+        check_lengths(job.config, position_limit(base))
 
 
 class _Training(NamedTuple):
-    """`process` is None if the training had ended before."""
-
     job: Job
     process: Any
     lock: TextIO
@@ -191,25 +164,32 @@ class _Runner:
         self.waiting, self.at_once, self.display = list(jobs), max(1, min(at_once, len(jobs))), display
         self.running: list[_Training] = []
         self.locked_elsewhere: set[str] = set()
-        self.outcome = Outcome()
+        self.failed: dict[str, str] = {}
+        self.stop_signal = 0
 
-    def run(self) -> Outcome:
-        with self._signals(), self.display:
+    def run(self) -> None:
+        with stop_signals(self.stop), self.display:
             try:
-                while self.running or (self.waiting and not self.outcome.stop_signal):
+                while self.running or (self.waiting and not self.stop_signal):
                     self._start_waiting()
                     time.sleep(POLL_SECONDS)
-                    self._poll()
+                    for training in list(self.running):
+                        self._poll(training)
             finally:
                 for training in self.running:
-                    if training.process is not None:
-                        training.process.kill()
-        self.outcome.waiting += len(self.waiting)
-        return self.outcome
+                    training.process.kill()
+
+    def stop(self, number: int) -> None:
+        """Ask all runs to save and to stop."""
+        if not self.stop_signal:
+            self.display.print("stopping: the runs finish their steps and save")
+            for training in self.running:
+                training.process.terminate()
+        self.stop_signal = number
 
     def _start_waiting(self) -> None:
         for job in list(self.waiting):
-            if len(self.running) == self.at_once or self.outcome.stop_signal:
+            if len(self.running) == self.at_once or self.stop_signal:
                 return
             lock = job.acquire()
             if lock is not None:
@@ -221,16 +201,14 @@ class _Runner:
 
     def _start(self, job: Job, lock: TextIO) -> None:
         self.display.start(job.name, job.variant.tokens)
-        process = None
-        if not job.is_trained():
-            reason = _failure(job, lambda: job.prepare(1 / self.at_once))
-            if reason:
-                self._end(job, lock, reason)
-                return
-            process = self._launch(job, lock)
-        self.running.append(_Training(job, process, lock))
-        if self.outcome.stop_signal:  # it came in the meantime
-            self._terminate()
+        if job.is_trained():
+            self._end(job, lock, _failure(job, job.finish))
+        elif reason := _failure(job, lambda: job.prepare(1 / self.at_once)):
+            self._end(job, lock, reason)
+        else:
+            self.running.append(_Training(job, self._launch(job, lock), lock))
+            if self.stop_signal:  # it came in the meantime
+                self.running[-1].process.terminate()
 
     def _launch(self, job: Job, lock: TextIO) -> Any:
         arguments = ["train", "--resume", str(job.training), "--parent", str(os.getpid())]
@@ -240,54 +218,27 @@ class _Runner:
         print(process.pid, end="", file=lock, flush=True)
         return process
 
-    def _terminate(self) -> None:
-        for training in self.running:
-            if training.process is not None:
-                training.process.terminate()
+    def _poll(self, training: _Training) -> None:
+        job, exit_code = training.job, training.process.poll()
+        logged = last_logged(job.training / saved.LOG)
+        loss = logged.get("validation_loss")
+        self.display.update(job.name, logged.get("tokens"), None if loss is None else perplexity_from_loss(loss))
+        if exit_code is not None:
+            self.running.remove(training)
+            # a run that diverged has a result, too, whatever its exit code is
+            reason = _failure(job, job.finish) if job.is_trained() else _reason(job, exit_code)
+            self._end(job, training.lock, reason)
 
-    def _poll(self) -> None:
-        for training in list(self.running):
-            job, exit_code = training.job, 0 if training.process is None else training.process.poll()
-            logged = last_logged(job.training / saved.LOG)
-            loss = logged.get("validation_loss")
-            self.display.update(job.name, logged.get("tokens"), None if loss is None else perplexity_from_loss(loss))
-            if exit_code is not None:
-                self.running.remove(training)
-                # a run that diverged has a result, too, whatever its exit code is
-                reason = _failure(job, job.finish) if job.is_trained() else _reason(job, exit_code)
-                torch.cuda.empty_cache()  # the next run may need what the tests took
-                self._end(job, training.lock, reason)
-
-    def _end(self, job: Job, lock: TextIO, reason: str = "") -> None:
+    def _end(self, job: Job, lock: TextIO, reason: str) -> None:
+        torch.cuda.empty_cache()  # the next run may need what the tests took
         lock.close()
         if not reason:
             self.display.end(job.name, describe(job.read_result()))
-        elif self.outcome.stop_signal:
-            self.outcome.waiting += 1
+        elif self.stop_signal:
             self.display.end(job.name, "stopped")
         else:
-            self.outcome.failed[job.name] = f"{reason} (see {job.log})"
-            self.display.end(job.name, f"failed, {self.outcome.failed[job.name]}")
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """At the first Ctrl-C or SIGTERM all runs are asked to stop; a second Ctrl-C ends them at once."""
-
-        def stop(number: int, _frame: Any) -> None:
-            if not self.outcome.stop_signal:
-                self.display.print("stopping: the runs finish their steps and save")
-                self._terminate()
-            self.outcome.stop_signal = number
-            signal.signal(signal.SIGINT, before[signal.SIGINT])
-
-        before: dict[int, Any] = {}
-        if threading.current_thread() is threading.main_thread():  # in another thread, the caller has the signals
-            before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            self.failed[job.name] = f"{reason} (see {job.log})"
+            self.display.end(job.name, f"failed, {self.failed[job.name]}")
 
 
 def _failure(job: Job, step: Callable[[], None]) -> str:
@@ -305,29 +256,22 @@ def _reason(job: Job, exit_code: int) -> str:
     """Why a process failed: the last line that it printed, or the signal that ended it."""
     if exit_code < 0:
         return f"ended by {signal.Signals(-exit_code).name}"
-    lines = [line.strip() for line in job.log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1].rpartition("rror: ")[2] if lines else f"exit code {exit_code}"
+    lines = job.log.read_text(errors="replace").split("\n")
+    return next((line for line in reversed(lines) if line.strip()), "").strip().rpartition("rror: ")[2]
 
 
-def describe(result: dict[str, Any]) -> str:
+def describe(result: TrainingResult) -> str:
     """How a run ended, in words."""
-    best, diverged = result["best"], result["diverged"]
-    reached = "" if best is None else f", validation perplexity {best['perplexity']:,.2f}"
-    return f"{'done' if diverged is None else 'diverged'} after {result['tokens']:,} tokens{reached}"
+    reached = "" if result.best is None else f", validation perplexity {result.best.perplexity:,.2f}"
+    return f"{'done' if result.diverged is None else 'diverged'} after {result.tokens:,} tokens{reached}"
 
 
 def last_logged(path: Path) -> dict[str, Any]:
-    """The last number of tokens and the last validation loss near the end of a log."""
+    """The last value of each name near the end of a log."""
     found: dict[str, Any] = {}
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            lines = file.read().splitlines()
-    except OSError:
-        return found
-    for line in lines:
-        try:
-            found |= json.loads(line)
-        except ValueError:
-            continue  # incomplete: the first line of the tail, or one that is being written
-    return {name: found[name] for name in ("tokens", "validation_loss") if name in found}
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+        for line in file.read().splitlines():
+            with suppress(ValueError):  # incomplete: the first line of the tail, or one that is being written
+                found |= json.loads(line)
+    return found

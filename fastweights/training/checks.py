@@ -28,7 +28,7 @@ def check_run(config: TrainConfig, student: Any, processes: int, sharded: bool) 
     Raises:
         TrainingError: It names the argument to change.
     """
-    _check_lengths(config, student)
+    check_lengths(config, position_limit(student))
     for stage in config.recipe.stages:
         _check_stage(config.model, stage, student)
         _check_processes(config.recipe, stage, processes)
@@ -36,8 +36,9 @@ def check_run(config: TrainConfig, student: Any, processes: int, sharded: bool) 
         _check_lora(config.model, student, sharded)
 
 
-def _check_lengths(config: TrainConfig, student: Any) -> None:
-    limit, recipe = position_limit(student), config.recipe
+def check_lengths(config: TrainConfig, limit: int | None) -> None:
+    """Refuse sequences longer than a model's position table, which has `limit` positions (None: it has no table)."""
+    recipe = config.recipe
     lengths = [recipe.length_of(stage) for stage in recipe.stages]
     longest = max(lengths if config.validation is None else [*lengths, recipe.length])
     if limit is not None and longest > limit:

@@ -172,23 +172,40 @@ RECIPE_FOLDER = Path(__file__).parents[1] / "recipes"
 
 def load_recipe(name: str | os.PathLike) -> Recipe:
     """A shipped recipe by its name, or a YAML file."""
-    path = Path(name)
-    if path.suffix not in (".yaml", ".yml"):
-        path = RECIPE_FOLDER / f"{name}.yaml"
-    if not path.is_file():
-        shipped = ", ".join(sorted(file.stem for file in RECIPE_FOLDER.glob("*.yaml")))
-        found = "that is a folder" if Path(name).is_dir() else "its name must end in .yaml"
-        found = found if Path(name).exists() else "no such recipe"
-        raise RecipeError(Argument("recipe"), f" {name}: {found}; shipped are {shipped}, or give a YAML file")
+    path = find_settings(name, "recipe", RECIPE_FOLDER)
     values = read_settings(path)
     with error_context(f"{path}: ", plain=True):
         return Recipe.from_dict(numbers(values))
 
 
-def read_settings(path: Path, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> dict[str, Any]:
+def find_settings(name: str | os.PathLike, kind: str, shipped: Path) -> Path:
+    """The YAML file of a recipe or grid (`kind`): a file, or the name of one in the folder `shipped`."""
+    path = Path(name)
+    if path.suffix not in (".yaml", ".yml"):
+        path = shipped / f"{name}.yaml"
+    if not path.is_file():
+        names = ", ".join(sorted(file.stem for file in shipped.glob("*.yaml")))
+        found = "that is a folder" if Path(name).is_dir() else "its name must end in .yaml"
+        found = found if Path(name).exists() else f"no such {kind}"
+        raise RecipeError(Argument(kind), f" {name}: {found}; shipped are {names}, or give a YAML file")
+    return path
+
+
+class _UniqueNames(yaml.SafeLoader):
+    """Refuses two settings of one name, of which YAML would take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [str(key.value) for key, _ in node.value]
+        for i, (key, _) in enumerate(node.value):
+            if names[i] in names[:i]:
+                raise yaml.MarkedYAMLError(problem=f"{names[i]} is given twice", problem_mark=key.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def read_settings(path: Path) -> dict[str, Any]:
     """The settings in a YAML file."""
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), loader)
+        values = yaml.load(path.read_text(encoding="utf-8"), _UniqueNames)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} is not YAML: {error}") from error
     if not isinstance(values, dict):

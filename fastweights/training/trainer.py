@@ -17,7 +17,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,7 @@ from fastweights.utils.errors import Argument, Call, CheckpointError, Stopped, e
 from fastweights.utils.files import absolute, write_json
 from fastweights.utils.progress import Display
 from fastweights.utils.settings import check_settings, setting
+from fastweights.utils.signals import stop_signals
 
 __all__ = ["Diverged", "Interrupted", "TrainConfig", "Trainer", "TrainingError", "resume", "train"]
 
@@ -71,8 +72,8 @@ class Interrupted(Stopped):
     """A run that received a signal and saved a checkpoint before it ended."""
 
     def __init__(self, folder: Path, number: int) -> None:
-        self.exit_code = 128 + number
-        super().__init__(f"stopped by {signal.Signals(number).name}; resume with: ", _resume_call(folder))
+        stopped = f"stopped by {signal.Signals(number).name}; resume with: "
+        super().__init__(stopped, _resume_call(folder), exit_code=128 + number)
 
 
 def _resume_call(folder: Path) -> Call:
@@ -564,28 +565,14 @@ class Trainer:
             return "no checkpoint was written yet: free disk space, then ", call, " starts it again"
         return f"the checkpoint of step {saved.read_progress(last).step} is complete: free disk space, then ", call
 
-    @contextmanager
-    def signals(self) -> Iterator[None]:
-        """SIGTERM and the first SIGINT end the run after the current step. A second SIGINT ends it at once.
+    def signals(self) -> AbstractContextManager[None]:
+        """In its block, a signal that asks the program to stop ends the run after the current step."""
 
-        A second SIGTERM does not: a process manager may signal a group of processes and their parent too.
-        """
-
-        def stop(number: int, _frame: Any) -> None:
+        def stop(number: int) -> None:
             self.stop_signal = number
-            signal.signal(signal.SIGINT, before[signal.SIGINT])
             self.display.print("stopping after this step")
 
-        try:
-            before: dict[int, Any] = {n: signal.signal(n, stop) for n in (signal.SIGINT, signal.SIGTERM)}
-        except ValueError:  # only the main thread can handle signals
-            yield
-            return
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        return stop_signals(stop)
 
     def _result(self, diverged: Divergence | None) -> TrainingResult:
         progress, recipe = self.progress, self.recipe

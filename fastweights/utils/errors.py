@@ -51,9 +51,13 @@ class CheckpointError(FastWeightsError):
 
 
 class Stopped(_Message):
-    """A run that ended early and left a checkpoint to resume from."""
+    """A run that ended early and left a checkpoint to resume from. `exit_code` is that of the program."""
 
     exit_code = 1
+
+    def __init__(self, *parts: str, exit_code: int | None = None) -> None:
+        self.exit_code = exit_code or self.exit_code
+        super().__init__(*parts)
 
 
 @contextmanager

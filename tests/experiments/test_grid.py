@@ -8,18 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from fastweights.experiments.grid import GridError, choose, load_grid, with_changes
+from fastweights.experiments.grid import choose, load_grid, with_changes
 from fastweights.training.recipe import load_recipe
+from fastweights.utils.errors import FastWeightsError
 
 BASE = "recipe: paper\nruns:\n"
 BAD = {
-    "": "grid.yaml is empty: a grid names a `recipe` and `runs`",
+    "": "grid.yaml must hold settings, `name: value`, found NoneType",
     "- 1": "grid.yaml must hold settings, `name: value`, found list",
     "a: [": "grid.yaml is not YAML: ",
-    "runs: {a: {}}": "grid.yaml: recipe must be a shipped recipe's name or a YAML file, found None",
+    "runs: {a: {}}": "grid.yaml: recipe None: no such recipe; shipped are distill, ",
     "recipe: nonsense\nruns: {a: {}}": "grid.yaml: recipe nonsense: no such recipe; shipped are distill, ",
     "recipe: no.yaml\nruns: {a: {}}": "no.yaml: no such recipe",
-    "recipe: paper": "grid.yaml: it has no runs: name them under `runs:`",
+    "recipe: paper": "grid.yaml: runs must name at least one run",
     "recipe: paper\nrun: {}": "grid.yaml: unknown setting run; known are recipe, set, defaults, runs",
     "recipe: paper\nruns: [a]": "grid.yaml: runs must hold settings, `name: value`, found ['a']",
     "recipe: paper\nset: {batch: 3}\nruns: {a: {}}": "grid.yaml: set: unknown setting batch; known are stages, ",
@@ -28,22 +29,26 @@ BAD = {
     "recipe: paper\ndefaults: {k: 3}\nruns: {a: {}}": "grid.yaml: defaults: unknown setting k; known are rule, m, ",
     BASE + "  a: {ruel: decay}": "grid.yaml: run a: unknown setting ruel; known are rule, m, feature_map, ",
     BASE + "  a: {seed: 1}": "grid.yaml: run a: seed: give `seeds: [0, 1]` to a run",
-    BASE + "  a: 3": "grid.yaml: run a: it must hold settings, `name: value`, found 3",
+    BASE + "  a: 3": "grid.yaml: run a: a must hold settings, `name: value`, found 3",
     BASE + "  a: {rule: hebb}": "grid.yaml: run a: rule='hebb' is not known; choose one of decay, gated",
     BASE + "  a: {m: 0}": "grid.yaml: run a: m must be between 1 and 65,536, found 0",
     BASE + "  a: {rule: decay, normalize: sum}": "run a: rule='decay', m=32, feature_map='none', normalize='sum'",
-    BASE + "  a: {rule: add}\n  a: {rule: delta}": "grid.yaml, line 4: a is given for the second time",
+    BASE + "  a: {rule: add}\n  a: {rule: delta}": 'a is given twice\n  in "<unicode string>", line 4',
     BASE + "  a: {rule: add, seeds: [0, 1]}\n  a_seed1: {rule: add}": "run a_seed1: two runs have this name",
     BASE + "  a/b: {}": "grid.yaml: run a/b: its name must be a folder's: letters, digits",
     BASE + "  3: {}": "grid.yaml: run 3: its name must be a folder's",
-    BASE + "  a: {seeds: 3}": "run a: seeds must be a list of different whole numbers up to 2147483648, found 3",
-    BASE + "  a: {seeds: [1, 1]}": "run a: seeds must be a list of different whole numbers up to 2147483648",
-    BASE + "  a: {seeds: [-1]}": "found [-1]",
+    BASE + "  a: {seeds: 3}": "run a: seeds must be a list of whole numbers, found 3",
+    BASE + "  a: {seeds: [true]}": "run a: seeds must be a list of whole numbers, found [True]",
+    BASE + "  a: {seeds: []}": "run a: seeds must be a list of whole numbers, found []",
+    BASE + "  a: {seeds: [1, 1]}": "run a_seed1: two runs have this name",
+    BASE + "  a: {seeds: [-1]}": "run a: seed must be between 0 and 2,147,483,648, found -1",
     BASE + "  a: {set: {finetune.tokens: x}}": "run a: set: finetune.tokens must be a whole number, found 'x'",
     BASE + "  a: {set: {batch_tokens: 5}}": "run a: set: batch_tokens must be a multiple of the sequence length",
     BASE + "  a: {cell: 3}": "run a: cell must hold settings, `name: value`, found 3",
-    BASE + "  a: {cell: {row: x}}": "run a: cell: it must have a table",
-    BASE + "  a: {cell: {table: x, row: [x]}}": "cell: row must be text or a number, found ['x']",
+    BASE
+    + "  a: {cell: {row: x}}": "run a: cell must have a table and a row, and only text and numbers, found {'row': 'x'}",
+    BASE + "  a: {cell: {table: x, row: [x]}}": "only text and numbers, found {'table': 'x', 'row': ['x']}",
+    BASE + "  a: {cell: {table: x, row: true}}": "only text and numbers, found {'table': 'x', 'row': True}",
     "recipe: distill\nruns: {a: {}}": "run a: without settings it is the base itself, which only finetune can train",
 }
 
@@ -51,7 +56,7 @@ BAD = {
 @pytest.mark.parametrize("text", BAD, ids=lambda text: text.replace("\n", " ") or "empty")
 def test_bad_grid_is_refused_with_file_run_and_setting(tmp_path: Path, text: str) -> None:
     (tmp_path / "grid.yaml").write_text(text)
-    with pytest.raises(GridError) as found:
+    with pytest.raises(FastWeightsError) as found:
         load_grid(tmp_path / "grid.yaml")
     assert BAD[text] in str(found.value) and str(found.value).startswith(str(tmp_path))
 

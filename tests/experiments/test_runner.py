@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import signal
@@ -32,16 +31,15 @@ from helpers.training import (
     training_files,
     wait_until,
 )
-from rich.console import Console
 
 from fastweights.evaluation.perplexity import perplexity
 from fastweights.experiments import runner
 from fastweights.experiments.grid import Variant
-from fastweights.experiments.job import Job
+from fastweights.experiments.job import Job, Setup
 from fastweights.experiments.runner import last_logged
 from fastweights.loading import load, load_tokenizer
 from fastweights.training import checkpoint
-from fastweights.utils.progress import RunsDisplay
+from fastweights.utils.signals import stop_signals
 
 LONG = 30
 LAUNCH = runner.launch
@@ -192,9 +190,7 @@ def test_changed_settings_are_refused(files: Files, compared: tuple[Any, ...], t
     command = list(compared[0])
     command[1] = write_grid(tmp_path, RUNS | {"base": {"rule": "delta"}})
     said = error_of(*command)
-    assert (
-        "settings.rule is 'delta' and was None, settings.m is 4 and was None" in said and " more; restore them" in said
-    )
+    assert "settings.rule is 'delta' and was None, settings.m is 4 and was None" in said and "…; restore them" in said
 
 
 def test_changed_settings_are_refused_for_a_result_alone(
@@ -214,28 +210,28 @@ def test_damaged_result_is_named(files: Files, compared: tuple[Any, ...], tmp_pa
     broken.parent.mkdir(parents=True)
     broken.write_text((files.folder / "compared/results/decay.json").read_text()[:-100])
     message = error_of(*typed(files, write_grid(tmp_path, RUNS), tmp_path / "out"))
-    assert message.startswith(f"{broken} cannot be read: ") and message.endswith(
-        "; delete it, and the run is done again"
-    )
+    assert message.startswith(f"{broken} is not JSON: line ") and "delete it" in message
 
 
 def test_a_resumed_run_gets_the_memory_share_of_now(files: Files, tmp_path: Path) -> None:
-    setup = runner.make_setup(tmp_path, str(files.base), str(files.data), str(files.validation), device="cpu")
+    setup = Setup(tmp_path, str(files.base), str(files.data), str(files.validation), device="cpu")
     job = Job(setup, Variant("one", "one", make_recipe(FINETUNE)))
     job.folder.mkdir(parents=True)
-    for share in (1.0, 0.25):
-        job.prepare(share)
+    job.prepare(1.0)
+    (job.training / checkpoint.LAST).mkdir(parents=True)
+    (job.training / checkpoint.LAST / checkpoint.PROGRESS).write_text("{}")
+    job.prepare(0.25)
     assert job.log.read_text() == "started\nresumed\n"
     assert json.loads((job.training / checkpoint.RUN).read_text())["memory_share"] == 0.25
 
 
 def test_second_sigterm_does_not_kill_runs() -> None:
     """A process group and its parent may both be sent one."""
-    running = runner._Runner([], 1, RunsDisplay(Console(file=io.StringIO())))
-    with running._signals():
+    received: list[int] = []
+    with stop_signals(received.append):
         for _ in range(2):
             signal.raise_signal(signal.SIGTERM)
-    assert running.outcome.stop_signal == signal.SIGTERM
+    assert received == [signal.SIGTERM, signal.SIGTERM]
 
 
 def test_each_seed_is_a_run_and_only_selects_runs(files: Files, tmp_path: Path) -> None:
@@ -346,12 +342,15 @@ def test_resumed_comparison_matches_uninterrupted_runs(
     end(program, output)
     assert all(0 < lines_in(folder) < lines_in(undisturbed[name]) for name, folder in folders.items())
     assert not any((output / "results").iterdir())
+    saved = {name: checkpoint.linked(folder, checkpoint.LAST) is not None for name, folder in folders.items()}
+    assert end is kill_all or all(saved.values())
     succeed(*command)
     for name, folder in folders.items():
         assert log_of(folder) == log_of(undisturbed[name])
         expected = json.loads((undisturbed[name] / "result.json").read_text())
         assert result_of(output, name)["validation"] == expected["validation"]
-        assert "resumed\n" in (output / "runs" / name / "log.txt").read_text()
+        printed = (output / "runs" / name / "log.txt").read_text()
+        assert ("resumed\n" in printed) == saved[name] and printed.count("started\n") == 2 - saved[name]
     assert (output / "results/third.json").is_file() == (end is ask_to_stop)
 
 
@@ -378,16 +377,16 @@ def test_last_logged_ignores_incomplete_lines(tmp_path: Path, monkeypatch: pytes
     assert last_logged(log) == {}
     lines = [{"step": 1, "tokens": 8, "loss": 3.0}, {"step": 1, "validation_loss": 2.0}, {"step": 2, "tokens": 16}]
     log.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "tok')
-    assert last_logged(log) == {"tokens": 16, "validation_loss": 2.0}
+    assert last_logged(log) == {"step": 2, "tokens": 16, "loss": 3.0, "validation_loss": 2.0}
     monkeypatch.setattr(runner, "TAIL_BYTES", 60)
-    assert last_logged(log) == {"tokens": 16}
+    assert last_logged(log) == {"step": 2, "tokens": 16}
 
 
 def test_bad_comparisons_are_refused_before_a_run_starts(files: Files, tmp_path: Path) -> None:
     output = tmp_path / "out"
     grid = write_grid(tmp_path, {"a": {"rule": "decay"}, "deep": {"rule": "decay", "layers": [7]}})
     assert error_of(*typed(files, "nothing", output)) == (
-        "nothing: no such grid; shipped are paper, paper_longer, smollm2, smollm2_long, or give a YAML file"
+        "GRID nothing: no such grid; shipped are paper, paper_longer, smollm2, smollm2_long, or give a YAML file"
     )
     assert "no such grid" in error_of(*typed(files, tmp_path / "missing.yaml", output))
     assert error_of(*typed(files, grid, output, "--only", "a,b")) == (
@@ -402,7 +401,7 @@ def test_bad_comparisons_are_refused_before_a_run_starts(files: Files, tmp_path:
         "run deep: layers=[7] do not exist: the model has 2 layers, numbered 0 to 1"
     )
     only = ("--only", "a")
-    assert "run a: length 128: the base has positions for 96 tokens only" in error_of(
+    assert f"run a: length 128: {files.base} has positions for 96 tokens only" in error_of(
         *typed(files, grid, output, *only, "--set", "length=128")
     )
     assert "converted already" in error_of(*typed(files._replace(base=files.converted), grid, output, *only))
