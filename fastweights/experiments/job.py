@@ -15,7 +15,7 @@ import fcntl
 import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
@@ -69,17 +69,17 @@ class Job:
             setup.model, setup.data, variant.recipe, None, setup.validation, limit=setup.limit, device=setup.device
         )
 
-    def acquire(self) -> TextIO | None:
-        """Lock the run; None if another process holds it. A training process inherits the lock, so that nobody resumes
-        the run beside it after the comparison was killed."""
+    def acquire(self) -> bool:
+        """Lock the run; False if another process holds it. A training process inherits the lock, so that nobody
+        resumes the run beside it after the comparison was killed."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        lock = (self.folder / "process").open("a+")
+        self.lock = (self.folder / "process").open("a+")
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            lock.close()
-            return None
-        return lock
+            self.lock.close()
+            return False
+        return True
 
     # Settings
 

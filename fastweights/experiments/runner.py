@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 import torch
 from rich.console import Console
@@ -151,18 +151,12 @@ def _check_model(job: Job, base: Any) -> None:
         check_lengths(job.config, position_limit(base))
 
 
-class _Training(NamedTuple):
-    job: Job
-    process: Any
-    lock: TextIO
-
-
 class _Runner:
     """Starts processes, a few at once, until all jobs have had one or a signal comes."""
 
     def __init__(self, jobs: Sequence[Job], at_once: int, display: RunsDisplay) -> None:
         self.waiting, self.at_once, self.display = list(jobs), max(1, min(at_once, len(jobs))), display
-        self.running: list[_Training] = []
+        self.running: dict[Job, Any] = {}  # and their processes
         self.locked_elsewhere: set[str] = set()
         self.failed: dict[str, str] = {}
         self.stop_signal = 0
@@ -173,65 +167,62 @@ class _Runner:
                 while self.running or (self.waiting and not self.stop_signal):
                     self._start_waiting()
                     time.sleep(POLL_SECONDS)
-                    for training in list(self.running):
-                        self._poll(training)
+                    for job in list(self.running):
+                        self._poll(job)
             finally:
-                for training in self.running:
-                    training.process.kill()
+                for process in self.running.values():
+                    process.kill()
 
     def stop(self, number: int) -> None:
         """Ask all runs to save and to stop."""
         if not self.stop_signal:
             self.display.print("stopping: the runs finish their steps and save")
-            for training in self.running:
-                training.process.terminate()
+            for process in self.running.values():
+                process.terminate()
         self.stop_signal = number
 
     def _start_waiting(self) -> None:
         for job in list(self.waiting):
             if len(self.running) == self.at_once or self.stop_signal:
                 return
-            lock = job.acquire()
-            if lock is not None:
+            if job.acquire():
                 self.waiting.remove(job)
-                self._start(job, lock)
+                self._start(job)
             elif job.name not in self.locked_elsewhere:
                 self.locked_elsewhere.add(job.name)
                 self.display.print(f"{job.name}: waits for another process, which has this run")
 
-    def _start(self, job: Job, lock: TextIO) -> None:
+    def _start(self, job: Job) -> None:
         self.display.start(job.name, job.variant.tokens)
         if job.is_trained():
-            self._end(job, lock, _failure(job, job.finish))
+            self._end(job, _failure(job, job.finish))
         elif reason := _failure(job, lambda: job.prepare(1 / self.at_once)):
-            self._end(job, lock, reason)
+            self._end(job, reason)
         else:
-            self.running.append(_Training(job, self._launch(job, lock), lock))
+            self.running[job] = self._launch(job)
             if self.stop_signal:  # it came in the meantime
-                self.running[-1].process.terminate()
+                self.running[job].terminate()
 
-    def _launch(self, job: Job, lock: TextIO) -> Any:
+    def _launch(self, job: Job) -> Any:
         arguments = ["train", "--resume", str(job.training), "--parent", str(os.getpid())]
         with job.log.open("a") as log:
-            process = launch(arguments, log, lock, threads=max(1, torch.get_num_threads() // self.at_once))
-        lock.truncate(0)
-        print(process.pid, end="", file=lock, flush=True)
+            process = launch(arguments, log, job.lock, threads=max(1, torch.get_num_threads() // self.at_once))
+        job.lock.truncate(0)
+        print(process.pid, end="", file=job.lock, flush=True)
         return process
 
-    def _poll(self, training: _Training) -> None:
-        job, exit_code = training.job, training.process.poll()
-        logged = last_logged(job.training / saved.LOG)
+    def _poll(self, job: Job) -> None:
+        exit_code, logged = self.running[job].poll(), last_logged(job.training / saved.LOG)
         loss = logged.get("validation_loss")
         self.display.update(job.name, logged.get("tokens"), None if loss is None else perplexity_from_loss(loss))
         if exit_code is not None:
-            self.running.remove(training)
+            del self.running[job]
             # a run that diverged has a result, too, whatever its exit code is
-            reason = _failure(job, job.finish) if job.is_trained() else _reason(job, exit_code)
-            self._end(job, training.lock, reason)
+            self._end(job, _failure(job, job.finish) if job.is_trained() else _reason(job, exit_code))
 
-    def _end(self, job: Job, lock: TextIO, reason: str) -> None:
+    def _end(self, job: Job, reason: str) -> None:
         torch.cuda.empty_cache()  # the next run may need what the tests took
-        lock.close()
+        job.lock.close()
         if not reason:
             self.display.end(job.name, describe(job.read_result()))
         elif self.stop_signal:
