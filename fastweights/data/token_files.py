@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ FORMAT_VERSION = 1
 
 # A tokenizer needs about 150 bytes of memory for each character that it encodes at once.
 BATCH_CHARACTERS, CHUNK_CHARACTERS = 2**20, 2**22
+# Elements of a token file that are read at once for its checksum.
+CHECKSUM_ITEMS = 2**24
 # Where a long document is cut: between a line break and the next word a token ends anyway.
 _CUT = re.compile(r"(?<=\n)(?= ?\S)")
 # Tokenizers with one vocabulary that differ otherwise encode this text differently.
@@ -47,6 +49,15 @@ class TokenFile:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @cached_property
+    def checksum(self) -> str:
+        """SHA-256 of all tokens and starts, read once."""
+        checksum = hashlib.sha256()
+        for array in (self.tokens, self.starts):
+            for start in range(0, len(array), CHECKSUM_ITEMS):
+                checksum.update(array[start : start + CHECKSUM_ITEMS].tobytes())
+        return checksum.hexdigest()
 
 
 def prepare(
@@ -130,7 +141,10 @@ def _open(folder: Path) -> TokenFile | None:
         whole = len(tokens) == meta["tokens"] and len(starts) == meta["documents"]
     except (OSError, ValueError, KeyError, TypeError, EOFError):
         return None
-    return TokenFile(folder, tokens, starts, meta) if whole else None
+    if not whole:
+        return None
+    opened = TokenFile(folder, tokens, starts, meta)
+    return opened if meta.get("sha256") in (None, opened.checksum) else None
 
 
 def _make(folder: Path, write: Callable[[Path], None]) -> TokenFile:
@@ -151,22 +165,25 @@ def _make(folder: Path, write: Callable[[Path], None]) -> TokenFile:
 
 def _write(source: Source, tokenizer: Any, settings: dict[str, Any], progress: bool, folder: Path) -> None:
     dtype = np.dtype(np.uint16 if max(len(tokenizer) - 1, *tokenizer.get_vocab().values()) < 2**16 else np.uint32)
-    starts, count, largest = [], Counter[str](tokens=0), 0
+    starts, count, largest, checksum = [], Counter[str](tokens=0), 0, hashlib.sha256()
     columns = ["{task.completed:,.0f} documents"] if source.size is None else [BarColumn(), DownloadColumn()]
     bar = progress_bar("{task.description}", *columns, enabled=progress)
     task = bar.add_task("tokenizing", total=source.size)
     with (folder / "tokens.bin").open("wb") as file, bar:
         for text, ids, read in _encoded(source.documents, tokenizer, settings["limit"]):
             starts.append(count["tokens"])
-            file.write(ids.astype(dtype).tobytes())
+            encoded = ids.astype(dtype).tobytes()
+            file.write(encoded)
+            checksum.update(encoded)
             count.update(tokens=len(ids), documents=1, words=len(text.split()), bytes=len(text.encode()))
             largest = max(largest, int(ids.max()))
             bar.update(task, completed=count["documents"] if source.size is None else read)
     if not starts:
         raise DataError(f"{source.name} has no text in it: it is empty, or all its documents are blank")
     np.save(folder / "starts.npy", np.array(starts, dtype=np.int64))
+    checksum.update(np.array(starts, dtype=np.int64).tobytes())
     vocabulary = {"vocab_size": len(tokenizer), "largest_id": largest, "dtype": dtype.name}
-    meta = {"source": source.name, **count, **vocabulary, **settings}
+    meta = {"source": source.name, **count, **vocabulary, **settings, "sha256": checksum.hexdigest()}
     write_json(folder / "meta.json", meta)
 
 

@@ -5,9 +5,10 @@ Shapes: a prompt [T]   tokens and positions of the slots [B]   logits [B,V]
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,13 +24,17 @@ from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.modes import evaluating
 from fastweights.modeling.positions import check_length
 from fastweights.ops.device import unsupported_reason
-from fastweights.utils.errors import Argument
+from fastweights.utils.errors import Argument, FastWeightsError
 from fastweights.utils.progress import track
 
 PREFILL_CHUNK = 1024
 # A progress bar is shown for prompts of more chunks than this.
 MIN_CHUNKS_SHOWN = 8
 WARM_UP_STEPS = 3
+
+
+class EngineBusy(FastWeightsError):
+    """An engine was called while it generates: by another thread, or by its own `on_token`."""
 
 
 def prefill(
@@ -79,7 +84,8 @@ class Engine:
 
     Each sequence has a slot. When it ends, the next prompt takes the slot while the other sequences continue, so
     nothing is padded. A step, including sampling, runs on the device with tensors at fixed addresses. The weights are
-    packed once: make a new engine after changing the model.
+    packed once: make a new engine after changing the model. An engine serves one
+    caller at a time.
 
     Args:
         model: A converted model.
@@ -118,6 +124,7 @@ class Engine:
                 Argument("max_length"),
                 ", the number of tokens of the longest sequence, or use model.generate",
             )
+        self._lock = threading.Lock()
         self.max_length = max_length if attention_layers else None
         self.model, self.prefill_chunk, self.device = model, prefill_chunk, model.device
         self.on_gpu = self.device.type == "cuda"
@@ -167,7 +174,34 @@ class Engine:
         Raises:
             ConfigError: An argument is wrong, or a sequence may become longer than `max_length`.
             ValueError: A sequence may become longer than the model's position table.
+            EngineBusy: The engine is generating already. Call it from one thread at a time.
         """
+        with self._exclusive():
+            return self._generate(prompts, max_new_tokens, sampling, stop_tokens, on_token, states, progress)
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """The slots belong to one call at a time."""
+        if not self._lock.acquire(blocking=False):
+            raise EngineBusy(
+                "the engine is generating already: call it from one thread at a time and not from on_token, or make "
+                "an engine for each"
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _generate(
+        self,
+        prompts: Sequence[Tensor | Sequence[int]],
+        max_new_tokens: int | Sequence[int],
+        sampling: Sampling | Sequence[Sampling] | None,
+        stop_tokens: int | Sequence[int] | None,
+        on_token: Callable[[int, int], Any] | None,
+        states: Sequence[FastWeightsCache | None] | None,
+        progress: bool,
+    ) -> list[list[int]]:
         # On a GPU the next step starts before the tokens of the last one are read on the host. So a sequence that ends
         # with a stop token has been decoded one step further than needed; its slot is overwritten anyway.
         sequences = self._sequences(prompts, max_new_tokens, sampling, states)
@@ -180,7 +214,15 @@ class Engine:
         return [sequence.new_tokens for sequence in sequences]
 
     def step(self, mode: SamplerMode = GREEDY) -> None:
-        """Feed the token of every slot to the model and choose the next ones."""
+        """Feed the token of every slot to the model and choose the next ones.
+
+        Raises:
+            EngineBusy: The engine is generating.
+        """
+        with self._exclusive():
+            self._advance(mode)
+
+    def _advance(self, mode: SamplerMode) -> None:
         graph = None if self.graphs is None else self.graphs.get(mode)
         if graph is not None:
             graph.replay()
@@ -230,7 +272,7 @@ class Engine:
             copied = self._copy_tokens_to_host()
             ahead = self.on_gpu and any(len(s.new_tokens) + 1 < s.max_new_tokens for s in running)
             if ahead:
-                self.step(mode)
+                self._advance(mode)
             for slot, (owner, token) in enumerate(zip(owners, self._read_tokens(copied), strict=True)):
                 if owner is not None:
                     sequence = sequences[owner]
@@ -239,7 +281,7 @@ class Engine:
                     if token in stops or len(sequence.new_tokens) == sequence.max_new_tokens:
                         owners[slot] = None
             if not ahead and any(owner is not None for owner in owners):
-                self.step(mode)
+                self._advance(mode)
 
     def _start(self, slot: int, sequence: _Sequence, mode: SamplerMode, progress: bool) -> None:
         """Prefill a prompt, write its state to a slot and choose its first new token."""

@@ -129,7 +129,7 @@ class Job:
         return self.result.is_file() or (self.training / saved.RESULT).is_file()
 
     def _has_checkpoint(self) -> bool:
-        return saved.linked(self.training, saved.LAST) is not None
+        return bool(saved.checkpoints(self.training))
 
     def prepare(self, memory_share: float) -> None:
         """Make `training` ready for `fastweights train --resume`, which starts the run or resumes it."""

@@ -1,13 +1,20 @@
 """Checkpoints of a training run.
 
-A run's folder holds checkpoints/STAGE-STEP/ (a saved model, training.safetensors, progress.json), `best` and `last`
-(links to two of them), run.json (the TrainConfig), log.jsonl (a line for each step) and, at the end, result.json.
+A run's folder holds checkpoints/STAGE-STEP/ (a saved model, training.safetensors, progress.json and, written last,
+manifest.json with the checksums of the others), `best` and `last` (links to two of them), run.json (the TrainConfig),
+log.jsonl (a line for each step), .lock (the process that trains) and, at the end, result.json.
+
+The last two checkpoints stay, so that a run can resume if the last one is damaged, and the best one of either. Nothing
+is read or deleted through a link.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,10 +30,25 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from fastweights.utils.errors import CheckpointError
-from fastweights.utils.files import atomic_folder, write_json, write_tensors, write_text
+from fastweights.utils.files import (
+    atomic_folder,
+    atomic_link,
+    is_temporary,
+    remove_leftovers,
+    write_json,
+    write_tensors,
+    write_text,
+)
+from fastweights.utils.manifest import MANIFEST, find_damage, write_manifest
 
-CHECKPOINTS, LAST, BEST = "checkpoints", "last", "best"
+CHECKPOINTS, LAST, BEST, LOCK = "checkpoints", "last", "best", ".lock"
 TRAINING, PROGRESS, RUN, LOG, RESULT = "training.safetensors", "progress.json", "run.json", "log.jsonl", "result.json"
+# Version of the checkpoints that are written. Those of version 0 have no manifest.
+FORMAT = 1
+RETAINED = 2
+# Fields that a line of the log has, and their types.
+_STEP_LINE: dict[str, type] = {"step": int, "stage": int, "tokens": int, "loss": float}
+_VALIDATION_LINE: dict[str, type] = {"step": int, "stage": int, "validation_loss": float}
 STUDENT = "student."  # prefix of unmerged weights in training.safetensors
 FULL_ON_CPU = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -36,6 +58,8 @@ class Progress:
     """How far a run has come. `stage_step` counts the steps finished in stage number `stage`, `step` all of them.
 
     data, validation_data: Number of tokens and checksum of the texts, to recognize them when the run is resumed.
+    recipe: The recipe that the run was started with, for the same reason.
+    format: Version of the checkpoint.
     """
 
     stage: int = 0
@@ -46,26 +70,33 @@ class Progress:
     validation: list[dict[str, Any]] = field(default_factory=list)
     best: dict[str, Any] | None = None
     base: dict[str, Any] | None = None
-    data: list[int] | None = None
-    validation_data: list[int] | None = None
+    data: list[Any] | None = None
+    validation_data: list[Any] | None = None
     stage_seconds: list[float] = field(default_factory=list)
+    recipe: dict[str, Any] | None = None
+    format: int = 0
 
 
 def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; restore it, or start a new run") from error
 
 
-def link(folder: Path, name: str, checkpoint: Path) -> None:
-    """Point `best` or `last` at a checkpoint, in one step."""
-    temporary = folder / f".{name}.tmp"
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(Path(CHECKPOINTS) / checkpoint.name)
-    if (folder / name).is_dir() and not (folder / name).is_symlink():
-        shutil.rmtree(folder / name)  # a run that was copied may have folders in place of its links
-    temporary.replace(folder / name)
+def read_progress(checkpoint: Path) -> Progress:
+    found = read_json(checkpoint / PROGRESS)
+    try:
+        return Progress(**found)
+    except TypeError as error:
+        raise CheckpointError(f"{checkpoint / PROGRESS} is not of this version of fastweights: {error}") from error
+
+
+# Where checkpoints are
+
+
+def checkpoint_folder(folder: Path, progress: Progress) -> Path:
+    return folder / CHECKPOINTS / f"{progress.stage}-{progress.step:07d}"
 
 
 def linked(folder: Path, name: str) -> Path | None:
@@ -74,8 +105,113 @@ def linked(folder: Path, name: str) -> Path | None:
     return checkpoint.resolve() if (checkpoint / PROGRESS).is_file() else None
 
 
-def read_progress(checkpoint: Path) -> Progress:
-    return Progress(**read_json(checkpoint / PROGRESS))
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints of a run, the newest first, damaged or not.
+
+    A run that was copied may have folders in place of its links: then `last` counts, too.
+
+    Raises:
+        CheckpointError: checkpoints/ is a link.
+    """
+    parent, last = folder / CHECKPOINTS, folder / LAST
+    if parent.is_symlink():
+        raise CheckpointError(f"{parent} is a link, which is not followed: put the folder itself in its place")
+    found = {_order(path): path for path in (parent.iterdir() if parent.is_dir() else ()) if _is_checkpoint(path)}
+    if _is_folder(last) and (last / PROGRESS).is_file():
+        found.setdefault(_order_of_copy(last), last)
+    return [found[key] for key in sorted(found, reverse=True)]
+
+
+def newest_whole(folder: Path, announce: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint that a run can resume from; None where no checkpoint was written yet.
+
+    Args:
+        folder: The run's folder.
+        announce: Gets a line for each damaged checkpoint that is passed over.
+
+    Raises:
+        CheckpointError: There are checkpoints, and all are damaged.
+    """
+    damages = []
+    remove_leftovers(folder / CHECKPOINTS)
+    for checkpoint in checkpoints(folder):
+        damage = damage_of(checkpoint)
+        if damage is None:
+            return checkpoint
+        damages.append(f"the checkpoint {checkpoint} is damaged: {damage}")
+        announce(damages[-1])
+    if damages or any((folder / name).is_symlink() for name in (LAST, BEST)):
+        raise CheckpointError(
+            f"the run in {folder} has no whole checkpoint to resume from ({'; '.join(damages) or 'none is there'}): "
+            "restore one, or start a new run in another folder"
+        )
+    return None
+
+
+def damage_of(checkpoint: Path) -> str | None:
+    """Why a run cannot resume from a checkpoint; None where it can. Those of version 0 have no checksums to compare."""
+    try:
+        if not (checkpoint / MANIFEST).is_file() and read_progress(checkpoint).format == 0:
+            with open_training(checkpoint):
+                return None
+    except CheckpointError as error:
+        return str(error).split("; ")[0]
+    if not (checkpoint / TRAINING).is_file():
+        return f"{TRAINING} is missing"
+    return find_damage(checkpoint)
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return re.fullmatch(r"\d{1,9}-\d{7,12}", path.name) is not None and _is_folder(path)
+
+
+def _order(checkpoint: Path) -> tuple[int, int]:
+    """Step and stage in a checkpoint's name."""
+    stage, step = checkpoint.name.split("-")
+    return int(step), int(stage)
+
+
+def _order_of_copy(last: Path) -> tuple[int, int]:
+    try:
+        progress = read_progress(last)
+        return int(progress.step), int(progress.stage)
+    except (CheckpointError, TypeError, ValueError):
+        return -1, -1
+
+
+def is_unused(folder: Path) -> bool:
+    """Whether a run can start in a folder: it is empty, but for what a run that was killed at its start left."""
+    return folder.is_dir() and all(path.name == LOCK or is_temporary(path.name) for path in folder.iterdir())
+
+
+# Writing
+
+
+def link(folder: Path, name: str, checkpoint: Path) -> None:
+    """Point `best` or `last` at a checkpoint, in one step."""
+    path = folder / name
+    if _is_folder(path) and not (path / PROGRESS).is_file():
+        raise CheckpointError(f"{path} is a folder and not a checkpoint: move it away")
+    atomic_link(path, Path(CHECKPOINTS) / checkpoint.name)
+
+
+def restore_links(folder: Path, checkpoint: Path, progress: Progress) -> None:
+    """Point `best` and `last` at what they are at a checkpoint that a run resumes from."""
+    if checkpoint.parent.name != CHECKPOINTS:  # a copy without links, which is complete
+        return
+    if linked(folder, LAST) != checkpoint.resolve():
+        link(folder, LAST, checkpoint)
+    best = None if progress.best is None else _checkpoint_of_step(folder, progress.best["step"])
+    if best is not None and linked(folder, BEST) != best.resolve():
+        link(folder, BEST, best)
+
+
+def _checkpoint_of_step(folder: Path, step: int) -> Path | None:
+    return next((path for path in checkpoints(folder) if path.name != LAST and _order(path)[0] == step), None)
 
 
 def write_checkpoint(
@@ -99,21 +235,23 @@ def write_checkpoint(
     Raises:
         CheckpointError: It cannot be written. What was there before is unchanged.
     """
-    target = folder / CHECKPOINTS / f"{progress.stage}-{progress.step:07d}"
+    target = checkpoint_folder(folder, progress)
+    progress.format = FORMAT
     try:
-        if not (target / TRAINING).is_file():  # the best checkpoint is there without it
+        others = checkpoints(folder)
+        if target not in others or damage_of(target) is not None:  # the best checkpoint may be there for its model
             with atomic_folder(target) as temporary:
                 model.save_pretrained(temporary, state_dict=weights)
                 _save_tokenizer(tokenizer, temporary)
                 write_tensors(temporary / TRAINING, training)
                 write_json(temporary / PROGRESS, asdict(progress))
-        # best before last: a run that is killed in between writes this checkpoint again
+                write_manifest(temporary)
         if progress.best is not None and progress.best["step"] == progress.step:
             link(folder, BEST, target)
         link(folder, LAST, target)
     except OSError as error:
         raise CheckpointError(f"cannot write the checkpoint {target}: {error.strerror or error}") from error
-    remove_others(folder)
+    remove_others(folder, target)
 
 
 def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
@@ -123,14 +261,29 @@ def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
         raise OSError(str(error)) from error
 
 
-def remove_others(folder: Path) -> None:
-    """Delete the checkpoints that are neither the best nor the last, and what a killed run left half-written."""
-    retained = {linked(folder, LAST), linked(folder, BEST)}
-    if len(retained) == 2:
-        (folder / BEST / TRAINING).unlink(missing_ok=True)  # a run resumes from `last` only
-    for checkpoint in (folder / CHECKPOINTS).iterdir():
-        if checkpoint.resolve() not in retained:
-            shutil.rmtree(checkpoint, ignore_errors=True)
+def remove_others(folder: Path, newest: Path) -> None:
+    """Delete the checkpoints that are neither among the last two nor the best of one of these.
+
+    The best ones keep the model only.
+
+    Args:
+        folder: The run's folder.
+        newest: The checkpoint that was just written. Newer ones are damaged.
+    """
+    found = [path for path in checkpoints(folder) if path.name != LAST]
+    recent = [path for path in found if _order(path) <= _order(newest)][:RETAINED]
+    best_steps = [read_progress(path).best for path in recent]
+    best = [_checkpoint_of_step(folder, point["step"]) for point in best_steps if point is not None]
+    for path in found:
+        if path in recent:
+            continue
+        if path in best:
+            (path / TRAINING).unlink(missing_ok=True)
+        elif (path / MANIFEST).is_file() or (path / PROGRESS).is_file():
+            shutil.rmtree(path, ignore_errors=True)
+    for path in (folder / CHECKPOINTS).glob(".*.tmp"):  # of a killed process, maybe on another machine
+        if is_temporary(path.name) and _is_folder(path):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def model_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -187,29 +340,54 @@ def restore_unmerged(checkpoint: Path, student: nn.Module) -> None:
 
 def read_training(checkpoint: Path) -> dict[str, Tensor]:
     """What `training_tensors` returned when the checkpoint was written."""
+    with open_training(checkpoint) as file:
+        return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (it is not a dict)
+
+
+@contextmanager
+def open_training(checkpoint: Path) -> Iterator[Any]:
     try:
         with safe_open(checkpoint / TRAINING, framework="pt") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (it is not a dict)
+            yield file
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"{checkpoint / TRAINING} cannot be read: {error}; restore it, or start a new run"
         ) from error
 
 
-def read_log(folder: Path, until: int, write: bool) -> list[dict[str, Any]]:
-    """The log's lines up to step `until`.
+def read_log(folder: Path, until: int) -> tuple[list[dict[str, Any]], list[int]]:
+    """Read the log up to step `until`. A line that cannot be read is left out.
 
-    With `write`, later lines and a line that a kill cut off are removed from the file: the run writes them again.
+    Returns:
+        The lines, and the steps that have none.
     """
-    lines = []
     path = folder / LOG
-    for text in path.read_text().splitlines() if path.is_file() else ():
-        try:
-            line = json.loads(text)
-        except ValueError:
-            break
-        if line["step"] <= until and until:
-            lines.append(line)
-    if write and path.is_file():
-        write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
-    return lines
+    texts = path.read_text(errors="replace").splitlines() if path.is_file() and until else ()
+    lines = [line for line in map(_parse_line, texts) if line is not None and line["step"] <= until]
+    steps = {line["step"] for line in lines if "loss" in line}
+    return lines, [step for step in range(1, until + 1) if step not in steps]
+
+
+def _parse_line(text: str) -> dict[str, Any] | None:
+    """A line of the log; None where it is damaged."""
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(line, dict):
+        return None
+    types = _VALIDATION_LINE if "validation_loss" in line else _STEP_LINE
+    return line if all(type(line.get(name)) is kind for name, kind in types.items()) else None
+
+
+def truncate_log(folder: Path, lines: list[dict[str, Any]]) -> None:
+    """Replace the log by lines of it: the run writes those again that came after its checkpoint."""
+    if (folder / LOG).is_file():
+        write_text(folder / LOG, "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def last_logged_step(folder: Path) -> int:
+    """The last step in the log; 0 where there is none."""
+    path = folder / LOG
+    texts = path.read_text(errors="replace").splitlines() if path.is_file() else ()
+    return max((line["step"] for line in map(_parse_line, texts) if line is not None), default=0)

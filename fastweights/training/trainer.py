@@ -16,7 +16,7 @@ import signal
 import time
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -53,9 +54,9 @@ from fastweights.training.optimizer import (
 from fastweights.training.output_fit import fit_outputs
 from fastweights.training.recipe import Recipe, Stage
 from fastweights.training.teacher import load_teacher
-from fastweights.utils.errors import Argument, Call, CheckpointError, Stopped, error_context
-from fastweights.utils.files import absolute, write_json
-from fastweights.utils.progress import Display
+from fastweights.utils.errors import Argument, Call, CheckpointError, FastWeightsError, Stopped, error_context
+from fastweights.utils.files import FileLock, absolute, append_text, make_folder, remove_leftovers, write_json
+from fastweights.utils.progress import LINE_EVERY, Display
 from fastweights.utils.settings import check_settings, setting
 from fastweights.utils.signals import stop_signals
 
@@ -144,17 +145,24 @@ def train(config: TrainConfig, folder: str | os.PathLike, *, display: Display | 
         Interrupted: The process received SIGINT or SIGTERM. A checkpoint was saved.
     """
     folder = Path(folder)
+    _check_no_run(folder)
+    if folder.exists() and not saved.is_unused(folder):
+        raise TrainingError(f"{folder} exists and is not an empty folder: choose another output folder")
+    with FileLock(folder / saved.LOCK) as lock:
+        return Trainer(config.with_absolute_paths(), folder, display or Display(), lock).run()
+
+
+def _check_no_run(folder: Path) -> None:
     if (folder / saved.RUN).is_file():
         raise TrainingError(f"{folder} holds a run already: ", _resume_call(folder), ", or choose another folder")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise TrainingError(f"{folder} exists and is not an empty folder: choose another output folder")
-    return Trainer(config.with_absolute_paths(), folder, display or Display()).run()
 
 
 def resume(
     folder: str | os.PathLike, *, display: Display | None = None, memory_share: float | None = None
 ) -> TrainingResult:
-    """Resume a run from its last checkpoint.
+    """Resume a run from its newest whole checkpoint.
+
+    A run that was stopped before its first checkpoint starts again.
 
     Args:
         folder: The run's folder.
@@ -177,7 +185,8 @@ def resume(
         raise TrainingError(f"{folder / saved.RUN} is not of this version of fastweights: {error}") from error
     if memory_share is not None:
         config = replace(config, memory_share=memory_share)
-    return Trainer(config, folder, display or Display()).run()
+    with FileLock(folder / saved.LOCK) as lock:
+        return Trainer(config, folder, display or Display(), lock).run()
 
 
 @dataclass
@@ -197,27 +206,30 @@ class Trainer:
 
     Attributes:
         student, teacher: The models; `teacher` is None where no stage needs one and none is named.
+        last: The newest whole checkpoint; None before the first one.
         progress: How far the run has come.
         log: The lines of log.jsonl.
         validation: The rows to validate on, each tensor [rows,length]; None for no validation.
         stop_signal: Number of a signal that this process received, 0 for none.
     """
 
-    def __init__(self, config: TrainConfig, folder: Path, display: Display) -> None:
+    def __init__(self, config: TrainConfig, folder: Path, display: Display, lock: FileLock) -> None:
         self.config, self.recipe, self.folder, self.display = config, config.recipe, folder, display
+        self._lock = lock
         self.accelerator = _make_accelerator(config, folder)
         self.device, self.is_main = self.accelerator.device, self.accelerator.is_main_process
         self.world_size, self.rank = self.accelerator.num_processes, self.accelerator.process_index
         self.display.enabled = display.enabled and self.is_main
         self.stop_signal = 0
-        self.tokenizer = load_tokenizer(saved.linked(folder, saved.LAST) or config.model)
+        resumes = (folder / saved.RUN).is_file()
+        self.last: Path | None = None
+        self.progress, self.log = saved.Progress(), []
+        if resumes:
+            self.last, self.progress, self.log = self._in_main_process(self._restore)
+        self.tokenizer = load_tokenizer(self.last or config.model)
         require_tokenizer(self.tokenizer, config.model)
-        last = saved.linked(folder, saved.LAST)
-        self.progress = saved.Progress() if last is None else saved.read_progress(last)
-        with self._write_errors(folder / saved.LOG):
-            self.log = saved.read_log(folder, self.progress.step, write=self.is_main)
         self.student = self._load_student()
-        if config.shard and self.world_size == 1 and not (folder / saved.RUN).is_file():
+        if config.shard and self.world_size == 1 and not resumes:
             raise TrainingError(Argument("shard"), ": there is one process only: start several with torchrun")
         check_run(config, self.student, self.world_size, self.sharded)
         self.teacher = self._load_teacher()
@@ -265,7 +277,58 @@ class Trainer:
     # Set-up
 
     def _load_student(self) -> Any:
-        return load(saved.linked(self.folder, saved.LAST) or self.config.model, dtype=torch.float32)
+        return load(self.last or self.config.model, dtype=torch.float32)
+
+    def _in_main_process(self, call: Callable[[], Any]) -> Any:
+        """What a call returns in the main process, in all of them. If it fails there, all fail."""
+        outcome: list[Any] = [None, None]
+        if self.is_main:
+            try:
+                outcome[0] = call()
+            except FastWeightsError as error:
+                outcome[1] = error
+        broadcast_object_list(outcome)
+        if outcome[1] is not None:
+            raise outcome[1]
+        return outcome[0]
+
+    def _restore(self) -> tuple[Path | None, saved.Progress, list[dict[str, Any]]]:
+        """Find the checkpoint to resume from, and make folder and log as they were then."""
+        folder = self.folder
+        with self._write_errors(folder):
+            self._lock.acquire()
+        self.last = last = saved.newest_whole(folder, self.display.print)
+        if last is None:
+            self._check_never_saved()
+            self.display.print(f"no checkpoint was written yet in {folder}: the run starts at step 0")
+        progress = saved.Progress() if last is None else saved.read_progress(last)
+        self._check_same_recipe(progress)
+        with self._write_errors(folder):
+            log, missing = saved.read_log(folder, progress.step)
+            saved.truncate_log(folder, log)
+            if last is not None:
+                saved.restore_links(folder, last, progress)
+                self.display.print(f"resuming from {last.relative_to(folder)}, step {progress.step}")
+        if missing:
+            self.display.print(f"{folder / saved.LOG} cannot be read at {len(missing)} of {progress.step} steps")
+        return last, progress, log
+
+    def _check_never_saved(self) -> None:
+        """Refuse to start a run again whose log is longer than it can be without a checkpoint."""
+        logged = saved.last_logged_step(self.folder)
+        if logged > min(self.recipe.checkpoint_every, self.recipe.steps_of(self.recipe.stages[0])):
+            raise TrainingError(
+                f"the run in {self.folder} has no checkpoint to resume from, but its log ends at step {logged}: "
+                f"restore {self.folder / saved.CHECKPOINTS}, or start a new run in another folder"
+            )
+
+    def _check_same_recipe(self, progress: saved.Progress) -> None:
+        before = progress.recipe
+        if before is not None and Recipe.from_dict(before) != self.recipe:
+            raise TrainingError(
+                f"{self.folder / saved.RUN} has another recipe than the run was started with: restore it, or start a "
+                "new run"
+            )
 
     def _load_teacher(self) -> Any:
         """The teacher, where a stage needs one or one is named."""
@@ -300,10 +363,12 @@ class Trainer:
         self.progress.validation_data = self._check_same_text("validation", tokens, before)
         return validation_rows(tokens, self.recipe.length, self.recipe.validation_tokens)
 
-    def _check_same_text(self, argument: str, tokens: TokenFile, before: list[int] | None) -> list[int]:
+    def _check_same_text(self, argument: str, tokens: TokenFile, before: list[Any] | None) -> list[Any]:
         """The length and checksum of a text. A resumed run must find those that it started with."""
-        found = [len(tokens), zlib.crc32(tokens.tokens[:: max(1, len(tokens) // 100_000)].tobytes())]
-        if before not in (None, found):
+        found = [len(tokens), tokens.checksum]
+        # runs of earlier versions have a checksum of some of the tokens
+        sample = [len(tokens), zlib.crc32(tokens.tokens[:: max(1, len(tokens) // 100_000)].tobytes())]
+        if before not in (None, found, sample):
             raise TrainingError(
                 *(Argument(argument), f" {getattr(self.config, argument)} is not the text that the run in "),
                 f"{self.folder} was started with: restore that text, or start a new run",
@@ -318,12 +383,19 @@ class Trainer:
 
     def _start(self) -> None:
         """Create the folder, and the tracker's run."""
-        if self.is_main:
-            with self._write_errors(self.folder):
-                self.folder.mkdir(parents=True, exist_ok=True)
-                write_json(self.folder / saved.RUN, self.config.to_dict())
+        self.progress.recipe = self.recipe.to_dict()
+        self._in_main_process(self._write_config)
         if self.config.report_to:
             self.accelerator.init_trackers("fastweights", config={"recipe": json.dumps(self.recipe.to_dict())})
+
+    def _write_config(self) -> None:
+        with self._write_errors(self.folder):
+            make_folder(self.folder)
+            if not self._lock.held:
+                self._lock.acquire()
+                _check_no_run(self.folder)  # another process may have trained here in the meantime
+                remove_leftovers(self.folder)
+            write_json(self.folder / saved.RUN, self.config.to_dict())
 
     # A stage
 
@@ -344,7 +416,8 @@ class Trainer:
         module = self._distribute(StageLoss(student, self.teacher, stage, recompute, compiled, share).to(self.device))
         optimizer = make_optimizer(student, stage)
         if resumed:
-            saved.restore_optimizer(self.folder / saved.LAST, student, optimizer)
+            assert self.last is not None
+            saved.restore_optimizer(self.last, student, optimizer)
         watch = DivergenceWatch(self.recipe.diverged_above, self.recipe.diverged_for)
         for line in self.log:
             if line["stage"] == number and "loss" in line:
@@ -369,7 +442,8 @@ class Trainer:
         torch.manual_seed(self.recipe.seed + self.progress.stage)
         lora = get_peft_model(self.student, LoraConfig(r=rank, lora_alpha=2 * rank, **lora_modules(self.student)))
         if resumed:
-            saved.restore_unmerged(self.folder / saved.LAST, self.student)
+            assert self.last is not None
+            saved.restore_unmerged(self.last, self.student)
         return lora
 
     def _distribute(self, loss: StageLoss) -> nn.Module:
@@ -420,7 +494,8 @@ class Trainer:
         progress.stage_step, progress.step = step + 1, progress.step + 1
         progress.tokens += self.recipe.batch_tokens
         line = {"step": progress.step, "stage": progress.stage, "tokens": progress.tokens, "loss": loss}
-        self._write_log(line | {"gradient_norm": norm, "learning_rate": share * stage.learning_rate})
+        line |= {"gradient_norm": norm, "learning_rate": share * stage.learning_rate}
+        self._write_log(line, sync=progress.stage_step % LINE_EVERY == 0)
         self.display.step(loss, self.recipe.batch_tokens)
         active.watch.update(loss)
         return stop
@@ -487,7 +562,7 @@ class Trainer:
             return False  # right after conversion; training may repair it
         point = {"step": progress.step, "tokens": progress.tokens, "stage": progress.stage, "loss": loss}
         progress.validation.append(point | {"perplexity": perplexity_from_loss(loss)})
-        self._write_log({"step": progress.step, "stage": progress.stage, "validation_loss": loss})
+        self._write_log({"step": progress.step, "stage": progress.stage, "validation_loss": loss}, sync=True)
         base = None if progress.base is None else progress.base["perplexity"]
         self.display.validation(progress.tokens, progress.validation[-1]["perplexity"], base)
         improved = progress.step > 0 and (progress.best is None or loss <= progress.best["loss"])
@@ -525,16 +600,16 @@ class Trainer:
 
     # What a run writes
 
-    def _write_log(self, line: dict[str, Any]) -> None:
-        """Append a line to the log, and send it to the tracker."""
+    def _write_log(self, line: dict[str, Any], sync: bool) -> None:
+        """Append a line to the log, and send it to the tracker. With `sync`, a power cut does not lose it."""
         self.log.append(line)
         if self.config.report_to:
             self.accelerator.log({k: v for k, v in line.items() if isinstance(v, float)}, step=line["step"])
         if not self.is_main:
             return
         path = self.folder / saved.LOG
-        with self._write_errors(path), path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        with self._write_errors(path):
+            append_text(path, json.dumps(line) + "\n", sync)
 
     def _checkpoint(self, active: _ActiveStage) -> None:
         model = self.student if active.lora is None else copy.deepcopy(active.lora).merge_and_unload()
@@ -542,12 +617,15 @@ class Trainer:
         training: dict[str, Tensor] = {}
         if self.progress.stage_step:  # a stage starts from the model alone
             training = saved.training_tensors(self.student, active.optimizer, unmerged=active.lora is not None)
-        try:
-            if self.is_main:
+        if self.is_main:
+            with self._write_errors(self.folder / saved.LOG):
+                append_text(self.folder / saved.LOG, "", sync=True)
+            try:
                 saved.write_checkpoint(self.folder, model, weights, self.tokenizer, training, self.progress)
-        except CheckpointError as error:
-            raise TrainingError(*error.parts, "; ", *self._recovery_hint()) from error
+            except CheckpointError as error:
+                raise TrainingError(*error.parts, "; ", *self._recovery_hint()) from error
         self.accelerator.wait_for_everyone()
+        self.last = saved.checkpoint_folder(self.folder, self.progress)
 
     @contextmanager
     def _write_errors(self, path: Path) -> Iterator[None]:
@@ -560,10 +638,11 @@ class Trainer:
         """What a run that cannot write has saved, and how to resume it."""
         if not (self.folder / saved.RUN).is_file():
             return ("choose another output folder",)
-        last, call = saved.linked(self.folder, saved.LAST), _resume_call(self.folder)
-        if last is None:
+        call = _resume_call(self.folder)
+        if self.last is None:
             return "no checkpoint was written yet: free disk space, then ", call, " starts it again"
-        return f"the checkpoint of step {saved.read_progress(last).step} is complete: free disk space, then ", call
+        step = saved.read_progress(self.last).step
+        return f"the checkpoint of step {step} is complete: free disk space, then ", call
 
     def signals(self) -> AbstractContextManager[None]:
         """In its block, a signal that asks the program to stop ends the run after the current step."""

@@ -1,11 +1,15 @@
-"""Atomic writes: a file or folder is either complete or not there.
+"""Atomic writes that survive a power cut: a file or folder is either complete or not there.
 
-Everything is written under a temporary name beside its target, flushed to the disk and then renamed. The name holds the
-process and the machine, so that a later write can remove what a killed process left behind.
+Everything is written under a temporary name beside its target and flushed to the disk; then it is renamed, and the
+folder that holds it is flushed. The name holds the process and the machine, so that a later write can remove what a
+killed process left behind.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import fcntl
 import json
 import os
 import re
@@ -15,10 +19,20 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
+
+from fastweights.utils.errors import FastWeightsError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+# of renameat2, see its manual page
+_CURRENT_FOLDER, _EXCHANGE = -100, 2
+_UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EXDEV)
+
+
+class LockedError(FastWeightsError):
+    """Another process holds the lock of a file."""
 
 
 @contextmanager
@@ -30,13 +44,17 @@ def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
     """
     path = Path(path)
     temporary = path.with_name(temporary_name(path))
-    try:
-        with _os_errors(path):
+    with _os_errors(path):
+        remove_leftovers(path.parent, path.name)
+        try:
+            temporary.touch(exist_ok=False)
+            mode = temporary.stat().st_mode
             yield temporary
-            _flush(temporary)
+            _flush_file(temporary, mode)
             temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+            flush(path.parent)
+        finally:
+            _remove(temporary)
 
 
 @contextmanager
@@ -54,21 +72,55 @@ def atomic_folder(target: str | os.PathLike, *, unless: Callable[[], bool] | Non
     with _os_errors(target), _parents(target):
         remove_leftovers(target.parent, target.name)
         temporary = target.with_name(temporary_name(target))
-        temporary.mkdir()
         try:
+            temporary.mkdir()
+            mode = temporary.stat().st_mode
             yield temporary
-            for path in (*temporary.iterdir(), temporary):
-                _flush(path)
+            _flush_tree(temporary, mode)
             if unless is None or not unless():
                 _replace_folder(temporary, target)
         finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+            _remove(temporary)
+
+
+def atomic_link(path: Path, target: str | os.PathLike) -> None:
+    """Make `path` a symbolic link to `target`. It replaces a link or a folder of that name."""
+    remove_leftovers(path.parent, path.name)
+    temporary = path.with_name(temporary_name(path))
+    try:
+        temporary.symlink_to(target)
+        if path.is_dir() and not path.is_symlink():
+            _replace_folder(temporary, path)
+        else:
+            temporary.replace(path)
+            flush(path.parent)
+    finally:
+        _remove(temporary)
+
+
+def make_folder(path: str | os.PathLike) -> list[Path]:
+    """Create a folder and its missing parents. Returns those that were created, parents first."""
+    created = []
+    for folder in reversed([p for p in (Path(path), *Path(path).parents) if not p.exists()]):
+        folder.mkdir(exist_ok=True)
+        created.append(folder)
+        flush(folder.parent)
+    return created
+
+
+def append_text(path: Path, text: str, sync: bool = False) -> None:
+    """Append to a file. With `sync`, everything that was appended to it so far is on the disk afterwards."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(text)
+    if sync:
+        flush(path)
+        flush(path.parent)
 
 
 def write_text(path: str | os.PathLike, text: str | bytes) -> None:
     """Write a file atomically. Bytes are written as they are, a string as UTF-8. Missing parents are created."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     with atomic_file(path) as temporary:
         temporary.write_bytes(text.encode() if isinstance(text, str) else text)
 
@@ -96,14 +148,74 @@ def temporary_name(path: Path, process: int | None = None) -> str:
     return f".{path.name}.{process or os.getpid()}.{socket.gethostname()}.{secrets.token_urlsafe(6)}.tmp"
 
 
+def is_temporary(name: str) -> bool:
+    """Whether a name is one that `temporary_name` makes."""
+    return re.fullmatch(r"\..+\.\d+\..+\.[\w-]+\.tmp(\.old)?", name) is not None
+
+
 def remove_leftovers(folder: Path, name: str | None = None) -> None:
-    """Delete temporary folders whose process on this machine has ended: those of target `name`, by default of all."""
+    """Delete what processes of this machine that have ended left: of target `name`, by default of all.
+
+    A folder that was moved away for its successor is put back if the successor did not take its place.
+    """
     target = ".+" if name is None else re.escape(name)
-    pattern = re.compile(rf"\.{target}\.(\d+)\.{re.escape(socket.gethostname())}\.[\w-]+\.tmp(\.old)?")
+    pattern = re.compile(rf"\.({target})\.(\d+)\.{re.escape(socket.gethostname())}\.[\w-]+\.tmp(\.old)?")
     for path in folder.glob(".*.tmp*") if Path("/proc/self").exists() else ():
         found = pattern.fullmatch(path.name)
-        if found and not Path(f"/proc/{found[1]}").exists():
-            shutil.rmtree(path, ignore_errors=True)
+        if not found or Path(f"/proc/{found[2]}").exists():
+            continue
+        if found[3] and not os.path.lexists(folder / found[1]):
+            path.rename(folder / found[1])
+            flush(folder)
+        else:
+            _remove(path)
+
+
+class FileLock:
+    """An exclusive lock of a file, which the system releases when its process ends, however that happens.
+
+    Used as a context: `acquire` takes the lock, and the end of the block releases it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: IO[str] | None = None
+
+    @property
+    def held(self) -> bool:
+        return self._file is not None
+
+    def acquire(self) -> None:
+        """Take the lock and write the number of this process into the file.
+
+        Raises:
+            LockedError: Another process holds it. The message has the number of that process.
+            OSError: The file cannot be written.
+        """
+        file = self.path.open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            holder = file.read(20).strip() or "unknown"
+            file.close()
+            raise LockedError(f"{self.path.parent} is in use by process {holder}: wait for it, or end it") from error
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, *_UNSUPPORTED):  # a file system without locks
+                file.close()
+                raise
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        self._file = file
+
+    def __enter__(self) -> FileLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 @contextmanager
@@ -122,11 +234,8 @@ def _os_errors(path: Path) -> Iterator[None]:
 @contextmanager
 def _parents(target: Path) -> Iterator[None]:
     """The parents of `target` exist in the block. Those that were created for it are removed if it fails."""
-    created: list[Path] = []
+    created = make_folder(target.parent)
     try:
-        for parent in reversed([p for p in target.parents if not p.exists()]):
-            parent.mkdir(exist_ok=True)
-            created.append(parent)
         yield
     except BaseException:
         with suppress(OSError):  # someone else may have written there meanwhile
@@ -135,24 +244,68 @@ def _parents(target: Path) -> Iterator[None]:
         raise
 
 
-def _flush(path: Path) -> None:
-    """Write to the disk itself: after a power cut a renamed file must have its content."""
+def flush(path: Path) -> None:
+    """Write a file, or the names in a folder, to the disk itself: a power cut does not undo it."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED or not path.is_dir():  # a file system that cannot flush folders
+            raise
     finally:
         os.close(handle)
 
 
+def _flush_file(path: Path, mode: int) -> None:
+    """Flush a file, with the permissions in `mode`: safetensors creates files that only their owner can read."""
+    if (mode ^ path.stat().st_mode) & 0o666:
+        path.chmod(mode & 0o666)
+    flush(path)
+
+
+def _flush_tree(folder: Path, mode: int) -> None:
+    for parent, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            _flush_file(Path(parent, name), mode)
+        flush(Path(parent))
+
+
+def _remove(path: Path) -> None:
+    """Delete a file, a link or a folder, as far as possible."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
+
+
 def _replace_folder(temporary: Path, target: Path) -> None:
-    """Rename a folder. One that is there already is only deleted when the new one has taken its place."""
+    """Rename a folder. One that is there already takes the temporary name, or is deleted after the new one has taken
+    its place."""
+    if os.path.lexists(target) and _exchange(temporary, target):
+        flush(target.parent)
+        return
     old = target.with_name(f"{temporary.name}.old")
-    if target.exists():
+    if os.path.lexists(target):
         target.rename(old)
     try:
         temporary.rename(target)
     except OSError:
-        if old.exists():
+        if os.path.lexists(old):
             old.rename(target)
         raise
-    shutil.rmtree(old, ignore_errors=True)
+    flush(target.parent)
+    _remove(old)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchange the names of two files or folders in one step; False where the system cannot do that."""
+    library = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(library, "renameat2"):
+        return False
+    names = os.fsencode(first), os.fsencode(second)
+    if not library.renameat2(_CURRENT_FOLDER, names[0], _CURRENT_FOLDER, names[1], _EXCHANGE):
+        return True
+    if ctypes.get_errno() in _UNSUPPORTED:
+        return False
+    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -26,6 +26,7 @@ from fastweights import FastWeightsConfig
 from fastweights.conversion import convert
 from fastweights.training.recipe import Recipe
 from fastweights.training.trainer import TrainConfig, resume, train
+from fastweights.utils.manifest import find_damage
 from fastweights.utils.progress import Display
 from helpers.cli import tokenizer
 from helpers.tiny import config_of, pretrained
@@ -158,6 +159,18 @@ def assert_same_run(found: Path, expected: Path) -> None:
         ours, theirs = weights_of(found / name), weights_of(expected / name)
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[key], theirs[key]) for key in theirs), name
+
+
+def assert_only_retained_checkpoints(folder: Path) -> None:
+    """The last two checkpoints are whole, of the best ones there is the model, and nothing else is there."""
+    found = sorted(os.listdir(folder / "checkpoints"), key=lambda name: name.split("-")[::-1])
+    recent = found[-2:]
+    progress = [json.loads((folder / "checkpoints" / name / "progress.json").read_text()) for name in recent]
+    steps = {point["best"]["step"] for point in progress if point["best"] is not None}
+    assert all(find_damage(folder / "checkpoints" / name) is None for name in recent)
+    assert all(name in recent or int(name.split("-")[1]) in steps for name in found), found
+    assert (folder / "last").readlink().name == recent[-1]
+    assert int((folder / "best").readlink().name.split("-")[1]) == progress[-1]["best"]["step"]
 
 
 # Processes start from one that has imported everything: that takes many times longer than the runs.

@@ -212,7 +212,7 @@ def test_full_disk_at_start_or_resume_is_reported(
     with monkeypatch.context() as patched, pytest.raises(TrainingError, match="choose another output folder"):
         patched.setattr(Path, "replace", no_room)
         train_in(folder, task)
-    assert os.listdir(folder) == []
+    assert os.listdir(folder) == [".lock"]
     crash_after(folder, task, 4)
     with monkeypatch.context() as patched, pytest.raises(TrainingError, match="step 3 is complete: free disk space"):
         patched.setattr(Path, "replace", no_room)

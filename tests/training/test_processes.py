@@ -25,6 +25,7 @@ from helpers.training import (
     STEP,
     Files,
     Program,
+    assert_only_retained_checkpoints,
     assert_same_run,
     command,
     lines_in,
@@ -143,7 +144,7 @@ def test_resume_after_sigkill_matches_uninterrupted_run(with_dropout: Files, und
     assert lines_in(folder) < lines_in(undisturbed), "every kill fell into the run"
     assert resumed().wait() == 0
     assert_same_run(folder, undisturbed)
-    assert set(os.listdir(folder / "checkpoints")) == {(folder / name).readlink().name for name in ("best", "last")}
+    assert_only_retained_checkpoints(folder)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

@@ -23,6 +23,7 @@ from helpers.training import (
     FINETUNE,
     STEP,
     Files,
+    assert_only_retained_checkpoints,
     assert_same_run,
     crash_after,
     log_of,
@@ -74,8 +75,9 @@ def assert_same_losses(found: Path, expected: Path, tolerance: float) -> None:
 
 
 def test_finished_run_has_checkpoints_log_and_result(files: Files, chain: Path) -> None:
-    assert sorted(os.listdir(chain)) == ["best", "checkpoints", "last", "log.jsonl", "result.json", "run.json"]
-    assert set(os.listdir(chain / "checkpoints")) == {(chain / name).readlink().name for name in ("best", "last")}
+    expected = [".lock", "best", "checkpoints", "last", "log.jsonl", "result.json", "run.json"]
+    assert sorted(os.listdir(chain)) == expected
+    assert_only_retained_checkpoints(chain)
     result = json.loads((chain / "result.json").read_text())
     steps = [line for line in lines(chain) if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, 13))

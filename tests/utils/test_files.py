@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from fastweights.utils import files
 from fastweights.utils.files import (
+    FileLock,
+    LockedError,
     atomic_file,
     atomic_folder,
+    is_temporary,
     remove_leftovers,
     temporary_name,
     write_json,
@@ -77,30 +80,111 @@ def test_folder_that_cannot_be_renamed_is_put_back(tmp_path: Path, monkeypatch: 
             raise OSError(errno.EIO, "broken")
         return rename(self, target)
 
+    monkeypatch.setattr(files, "_exchange", lambda *_: False)
     monkeypatch.setattr(Path, "rename", fail)
     with pytest.raises(OSError, match="broken"), atomic_folder(tmp_path / "folder") as temporary:
         (temporary / "file").write_text("new")
     assert content(tmp_path) == {"folder/file": "old"}
 
 
-def test_everything_is_flushed_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flushed: list[str] = []
-    monkeypatch.setattr(files, "_flush", lambda path: flushed.append(path.name.split(".")[1] or path.name))
-    write_text(tmp_path / "file", "x")
+def test_replaced_folder_is_never_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is killed while it replaces a folder leaves the old one or the new one."""
+    write_text(tmp_path / "folder" / "file", "old")
+    flush = files.flush
+
+    def check(path: Path) -> None:
+        flush(path)
+        assert (tmp_path / "folder" / "file").read_text() in ("old", "new")
+
+    monkeypatch.setattr(files, "flush", check)
+    monkeypatch.setattr(Path, "rename", lambda *_: pytest.fail("two renames"))
     with atomic_folder(tmp_path / "folder") as temporary:
-        (temporary / ".inside").write_text("x")
-    assert flushed == ["file", "inside", "folder"]
+        (temporary / "file").write_text("new")
+    assert content(tmp_path) == {"folder/file": "new"}
 
 
-def test_leftovers_of_ended_processes_are_removed(tmp_path: Path) -> None:
-    ended = subprocess.Popen([sys.executable, "-c", "pass"])
-    ended.wait()
-    own, other = (tmp_path / temporary_name(Path(name), ended.pid) for name in ("folder", "other"))
+def test_folder_moved_away_by_a_killed_process_is_put_back(tmp_path: Path, ended: int) -> None:
+    old = tmp_path / f"{temporary_name(tmp_path / 'folder', ended)}.old"
+    write_text(old / "file", "old")
+    remove_leftovers(tmp_path, "folder")
+    assert content(tmp_path) == {"folder/file": "old"}
+    write_text(old / "file", "older")
+    remove_leftovers(tmp_path, "folder")
+    assert content(tmp_path) == {"folder/file": "old"}
+
+
+def test_everything_is_flushed_before_and_after_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[str] = []
+
+    def name(path: Path) -> str:
+        return path.name.split(".")[1] if is_temporary(path.name) else path.name
+
+    monkeypatch.setattr(files, "flush", lambda path: flushed.append(name(path)))
+    write_text(tmp_path / "new" / "file", "x")
+    assert flushed == [tmp_path.name, "file", "new"]
+    flushed.clear()
+    with atomic_folder(tmp_path / "folder") as temporary:
+        (temporary / "nested").mkdir()
+        for path in (temporary / ".inside", temporary / "nested" / "deep"):
+            path.write_text("x")
+    assert flushed == ["deep", "nested", ".inside", "folder", tmp_path.name]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_files_have_the_permissions_of_the_umask(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        write_tensors(tmp_path / "state", {"x": torch.ones(2)})
+        with atomic_folder(tmp_path / "folder") as temporary:
+            save_file({"x": torch.ones(2)}, temporary / "weights")
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "state", tmp_path / "folder" / "weights"):
+        assert path.stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+def test_lock_names_its_holder_and_is_released(tmp_path: Path) -> None:
+    with FileLock(tmp_path / "lock") as lock:
+        lock.acquire()
+        with pytest.raises(LockedError, match=f"process {os.getpid()}"):
+            FileLock(tmp_path / "lock").acquire()
+    with FileLock(tmp_path / "lock") as lock:
+        lock.acquire()
+
+
+def test_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
+    take = "from fastweights.utils.files import FileLock; import pathlib, sys, time; "
+    take += "lock = FileLock(pathlib.Path(sys.argv[1])); lock.acquire(); print(flush=True); time.sleep(60)"
+    holder = subprocess.Popen([sys.executable, "-c", take, tmp_path / "lock"], stdout=subprocess.PIPE)
+    assert holder.stdout is not None and holder.stdout.readline()
+    with pytest.raises(LockedError, match=f"process {holder.pid}"):
+        FileLock(tmp_path / "lock").acquire()
+    holder.kill()
+    holder.communicate()
+    with FileLock(tmp_path / "lock") as lock:
+        lock.acquire()
+
+
+@pytest.fixture
+def ended() -> int:
+    """The number of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", "pass"])
+    process.wait()
+    return process.pid
+
+
+def test_leftovers_of_ended_processes_are_removed(tmp_path: Path, ended: int) -> None:
+    own, other = (tmp_path / temporary_name(Path(name), ended) for name in ("folder", "other"))
+    file, link = (tmp_path / temporary_name(Path(name), ended) for name in ("file", "link"))
     running = tmp_path / temporary_name(Path("folder"))
     for folder in (own, other, running):
         folder.mkdir()
+    file.write_text("half")
+    link.symlink_to(running)
     with atomic_folder(tmp_path / "folder"):
         pass
-    assert set(tmp_path.iterdir()) == {running, other, tmp_path / "folder"}
+    assert set(tmp_path.iterdir()) == {running, other, file, link, tmp_path / "folder"}
+    write_text(tmp_path / "file", "x")
+    assert set(tmp_path.iterdir()) == {running, other, link, tmp_path / "folder", tmp_path / "file"}
     remove_leftovers(tmp_path)
-    assert set(tmp_path.iterdir()) == {running, tmp_path / "folder"}
+    assert set(tmp_path.iterdir()) == {running, tmp_path / "folder", tmp_path / "file"}

@@ -1,0 +1,44 @@
+"""Manifests: the sizes and checksums of a folder's files, written last, so that damage is found before it is used."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from fastweights.utils.files import write_json
+
+MANIFEST = "manifest.json"
+
+
+def write_manifest(folder: Path) -> None:
+    """Write the sizes and SHA-256 checksums of all files in a folder to manifest.json in it."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = {path.relative_to(folder).as_posix(): _describe(path) for path in paths if path.name != MANIFEST}
+    write_json(folder / MANIFEST, {"files": files})
+
+
+def find_damage(folder: Path) -> str | None:
+    """What differs from the manifest of a folder; None where every file in it is as it was written.
+
+    Files that the manifest does not name are ignored.
+    """
+    try:
+        files = json.loads((folder / MANIFEST).read_text())["files"]
+        for name, expected in files.items():
+            path = folder / name
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != expected["bytes"]:
+                return f"{name} has {path.stat().st_size:,} bytes and had {expected['bytes']:,}"
+            if _describe(path) != expected:
+                return f"the checksum of {name} is wrong"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return f"{MANIFEST} or a file in it cannot be read ({error})"
+    return None
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}

@@ -1,0 +1,285 @@
+"""Damaged, missing and foreign checkpoints: a run resumes to the bit from the newest whole one, or says why not."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.cli import run
+from helpers.training import (
+    FINETUNE,
+    Files,
+    assert_same_run,
+    crash_after,
+    log_of,
+    make_recipe,
+    make_train_config,
+    resume_in,
+    train_in,
+    training_files,
+)
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+
+from fastweights.training.trainer import TrainConfig, TrainingError, resume
+from fastweights.utils.errors import CheckpointError, FastWeightsError
+from fastweights.utils.files import FileLock, LockedError, temporary_name
+from fastweights.utils.progress import Display
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Files]:
+    with training_files(tmp_path_factory.mktemp("checkpoints")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def config(files: Files) -> TrainConfig:
+    """Checkpoints after steps 2, 4 and 6."""
+    return make_train_config(files, make_recipe(FINETUNE, checkpoint_every=2, validate_every=100))
+
+
+@pytest.fixture(scope="module")
+def whole(files: Files, config: TrainConfig) -> Path:
+    train_in(files.folder / "whole", config)
+    return files.folder / "whole"
+
+
+@pytest.fixture(scope="module")
+def crashed(files: Files, config: TrainConfig) -> Path:
+    crash_after(files.folder / "crashed", config, 5)
+    return files.folder / "crashed"
+
+
+@pytest.fixture
+def folder(crashed: Path, tmp_path: Path) -> Path:
+    """A run that crashed after step 5, with the checkpoints of steps 2 and 4."""
+    return Path(shutil.copytree(crashed, tmp_path / "run", symlinks=True))
+
+
+def resume_with_output(folder: Path) -> str:
+    shown = io.StringIO()
+    resume(folder, display=Display(console=Console(file=shown, width=1000)))
+    return shown.getvalue()
+
+
+def flip_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 16
+    path.write_bytes(content)
+
+
+def drop_adam_state(path: Path) -> None:
+    tensors = load_file(path)
+    del tensors[next(name for name in tensors if name.endswith(":exp_avg"))]
+    save_file(tensors, path)
+
+
+def edit_step(path: Path) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"step": 3, "stage_step": 3}))
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "flipped bit in a weight": ("model.safetensors", flip_bit),
+    "flipped bit in the optimizer's state": ("training.safetensors", flip_bit),
+    "missing Adam state": ("training.safetensors", drop_adam_state),
+    "edited step": ("progress.json", edit_step),
+    "truncated weights": ("model.safetensors", lambda path: os.truncate(path, 1000)),
+    "no weights": ("model.safetensors", Path.unlink),
+    "empty progress": ("progress.json", lambda path: path.write_text("")),
+    "no progress": ("progress.json", Path.unlink),
+    "no optimizer's state": ("training.safetensors", Path.unlink),
+    "no tokenizer": ("tokenizer.json", Path.unlink),
+    "no manifest": ("manifest.json", Path.unlink),
+    "empty manifest": ("manifest.json", lambda path: path.write_text("")),
+    "manifest of nothing": ("manifest.json", lambda path: path.write_text("[1]")),
+    "deeply nested manifest": ("manifest.json", lambda path: path.write_text("[" * 100_000)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_checkpoint_is_announced_and_the_run_resumes_from_the_one_before(
+    folder: Path, whole: Path, damage: str
+) -> None:
+    name, do = DAMAGES[damage]
+    do(folder / "checkpoints" / "0-0000004" / name)
+    shown = resume_with_output(folder)
+    assert f"the checkpoint {folder / 'checkpoints' / '0-0000004'} is damaged: " in shown
+    assert "resuming from checkpoints/0-0000002, step 2" in shown
+    assert_same_run(folder, whole)
+
+
+def test_resume_without_a_whole_checkpoint_is_refused(folder: Path) -> None:
+    for checkpoint in (folder / "checkpoints").iterdir():
+        flip_bit(checkpoint / "model.safetensors")
+    before = log_of(folder)
+    with pytest.raises(CheckpointError, match=r"no whole checkpoint.*checksum of model\.safetensors"):
+        resume_in(folder)
+    assert log_of(folder) == before and len(os.listdir(folder / "checkpoints")) == 2
+
+
+@pytest.mark.parametrize("removed", [("last",), ("last", "best")])
+def test_resume_without_links_takes_the_newest_checkpoint(folder: Path, whole: Path, removed: tuple[str, ...]) -> None:
+    for name in removed:
+        (folder / name).unlink(missing_ok=True)
+    assert "resuming from checkpoints/0-0000004, step 4" in resume_with_output(folder)
+    assert_same_run(folder, whole)
+
+
+def test_link_to_an_older_checkpoint_does_not_discard_the_newest(folder: Path, whole: Path) -> None:
+    (folder / "last").unlink()
+    (folder / "last").symlink_to("checkpoints/0-0000002")
+    assert "resuming from checkpoints/0-0000004, step 4" in resume_with_output(folder)
+    assert_same_run(folder, whole)
+
+
+@pytest.mark.parametrize("removed", [("checkpoints",), ("checkpoints", "last", "best")])
+def test_resume_of_a_run_that_lost_its_checkpoints_is_refused(folder: Path, removed: tuple[str, ...]) -> None:
+    for name in removed:
+        path = folder / name
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+    before = log_of(folder)
+    with pytest.raises(FastWeightsError, match=r"no (whole )?checkpoint to resume from"):
+        resume_in(folder)
+    assert log_of(folder) == before
+
+
+def test_run_stopped_before_its_first_checkpoint_starts_again_and_says_so(
+    config: TrainConfig, whole: Path, tmp_path: Path
+) -> None:
+    crash_after(tmp_path / "run", config, 1)
+    assert "the run starts at step 0" in resume_with_output(tmp_path / "run")
+    assert_same_run(tmp_path / "run", whole)
+
+
+def test_linked_checkpoints_folder_is_refused_and_its_target_unchanged(folder: Path, tmp_path: Path) -> None:
+    target = tmp_path / "elsewhere"
+    (folder / "checkpoints").rename(target)
+    (target / "photos").mkdir()
+    (folder / "checkpoints").symlink_to(target)
+    before = sorted(os.listdir(target))
+    with pytest.raises(CheckpointError, match=r"checkpoints is a link"):
+        resume_in(folder)
+    assert sorted(os.listdir(target)) == before
+
+
+def test_foreign_folders_and_links_among_checkpoints_stay(folder: Path, whole: Path, tmp_path: Path) -> None:
+    """Also one that is named like a checkpoint, and a link to a folder with one's content."""
+    checkpoints = folder / "checkpoints"
+    (checkpoints / "photos").mkdir()
+    (checkpoints / "0-0000001").mkdir()
+    (checkpoints / "0-0000001" / "photo").write_text("x")
+    (tmp_path / "linked").mkdir()
+    shutil.copytree(checkpoints / "0-0000002", tmp_path / "linked", dirs_exist_ok=True)
+    (checkpoints / "0-0000003").symlink_to(tmp_path / "linked")
+    resume_in(folder)
+    assert_same_run(folder, whole)
+    assert {"photos", "0-0000001", "0-0000003"} < set(os.listdir(checkpoints))
+    assert (checkpoints / "0-0000001" / "photo").is_file() and (tmp_path / "linked" / "model.safetensors").is_file()
+    assert not (checkpoints / "0-0000002").exists()
+
+
+def test_damaged_log_lines_cost_only_these_lines(folder: Path, whole: Path) -> None:
+    log = folder / "log.jsonl"
+    lines = log.read_bytes().splitlines(keepends=True)
+    lines[2] = lines[2][:20] + b"\xff\x00" + lines[2][22:]
+    log.write_bytes(b"".join(lines))
+    assert f"{log} cannot be read at 1 of 4 steps" in resume_with_output(folder)
+    expected = log_of(whole).splitlines(keepends=True)
+    assert log_of(folder) == "".join(expected[:2] + expected[3:])
+
+
+def test_edited_recipe_is_refused(folder: Path) -> None:
+    values = json.loads((folder / "run.json").read_text())
+    values["recipe"]["seed"] = 7
+    (folder / "run.json").write_text(json.dumps(values))
+    with pytest.raises(TrainingError, match=r"run\.json has another recipe"):
+        resume_in(folder)
+
+
+def test_text_that_differs_in_one_token_is_refused(files: Files, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    many = "\n<|endoftext|>\n".join(["the cat sees a dog and then it rains."] * 9000)
+    text.write_text(many)
+    config = make_train_config(files, make_recipe(FINETUNE, checkpoint_every=2), data=str(text))
+    crash_after(tmp_path / "run", config, 3)
+    text.write_text(many[:100_001] + ("!" if many[100_001] != "!" else "?") + many[100_002:])
+    with pytest.raises(TrainingError, match="is not the text"):
+        resume_in(tmp_path / "run")
+
+
+def test_damaged_token_cache_is_made_again(files: Files, whole: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("FASTWEIGHTS_CACHE", str(tmp_path / "cache"))
+    config = make_train_config(files, make_recipe(FINETUNE, checkpoint_every=2, validate_every=100))
+    crash_after(tmp_path / "run", config, 3)
+    for path in (tmp_path / "cache").glob("data/*/tokens.bin"):
+        content = bytearray(path.read_bytes())
+        content[-8] ^= 1
+        path.write_bytes(content)
+    resume_in(tmp_path / "run")
+    assert_same_run(tmp_path / "run", whole)
+
+
+def test_second_process_on_a_run_is_refused_with_the_first_ones_number(
+    config: TrainConfig, folder: Path, tmp_path: Path
+) -> None:
+    before = log_of(folder)
+    with FileLock(folder / ".lock") as lock:
+        lock.acquire()
+        with pytest.raises(LockedError, match=f"{folder} is in use by process {os.getpid()}"):
+            resume_in(folder)
+        result = run("train", "--resume", folder)
+        assert result.exit_code == 2 and f"in use by process {os.getpid()}" in result.stderr
+    assert log_of(folder) == before
+    (tmp_path / "new").mkdir()
+    with FileLock(tmp_path / "new" / ".lock") as lock:
+        lock.acquire()
+        with pytest.raises(LockedError, match=f"process {os.getpid()}"):
+            train_in(tmp_path / "new", config)
+    train_in(tmp_path / "new", config)
+
+
+def test_run_started_by_another_process_meanwhile_is_refused(
+    config: TrainConfig, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both found an empty folder; the other one has ended when this one would write."""
+    started = tmp_path / "run"
+
+    def finish_first(*_: Any) -> str:
+        shutil.copytree(whole, started, symlinks=True)
+        return "model"
+
+    with monkeypatch.context() as patched:
+        patched.setattr("fastweights.training.trainer.check_run", finish_first)
+        with pytest.raises(TrainingError, match="holds a run already"):
+            train_in(started, config)
+    assert_same_run(started, whole)
+
+
+def test_run_killed_before_its_config_was_written_can_be_started(
+    config: TrainConfig, whole: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    process = subprocess.Popen([sys.executable, "-c", "pass"])
+    process.wait()
+    (folder / temporary_name(Path("run.json"), process.pid)).write_text('{"mod')
+    (folder / ".lock").write_text("1")
+    train_in(folder, config)
+    assert_same_run(folder, whole)
+    assert not list(folder.glob(".*.tmp"))
+
+
+def test_checkpoints_of_the_run_are_readable_by_others(whole: Path) -> None:
+    umask = os.umask(0)
+    os.umask(umask)
+    for path in (whole / "checkpoints").glob("*/*"):
+        assert path.stat().st_mode & 0o777 == 0o666 & ~umask, path
