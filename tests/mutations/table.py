@@ -193,7 +193,7 @@ MUTATIONS = [
     Mutation(
         "a run resumes without optimizer state",
         "training/",
-        r"if resumed:\n( +)saved\.restore_optimizer",
+        r"if resumed:\n( +)assert self\.last is not None\n +saved\.restore_optimizer",
         r"if False:\n\1saved.restore_optimizer",
         (TRAINER,),
     ),
