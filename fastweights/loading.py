@@ -9,18 +9,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fastweights.config import ConfigError
 from fastweights.conversion import drop_gguf_quantizer
 from fastweights.modeling.classes import check_tensors, keep_softcap
+from fastweights.modeling.source_files import (
+    WITHOUT_CODE,
+    check_arguments,
+    check_config,
+    check_sizes,
+    loading_errors,
+)
 from fastweights.utils.errors import Argument, CheckpointError
 from fastweights.utils.files import atomic_folder
 
 
 def load(source: str | os.PathLike, **kwargs: Any) -> Any:
-    """Load a causal language model, converted or not.
+    """Load a causal language model, converted or not. No code of the model's folder or repository is run.
 
     Args:
         source: a hub id, a folder that `save_pretrained` wrote, or a GGUF file.
@@ -30,8 +35,9 @@ def load(source: str | os.PathLike, **kwargs: Any) -> Any:
         The model, in evaluation mode.
 
     Raises:
-        CheckpointError: if the model cannot be found or read, or its tensors do not fit its config. The message names
-            the file.
+        CheckpointError: if the model cannot be found or read, asks for code of its own, or its tensors do not fit its
+            config. The message names the file.
+        ConfigError: if `trust_remote_code` or `weights_only` asks for code to be run.
     """
     model, info = _load(
         AutoModelForCausalLM, source, **kwargs | {"output_loading_info": True, "ignore_mismatched_sizes": True}
@@ -44,7 +50,7 @@ def load(source: str | os.PathLike, **kwargs: Any) -> Any:
 
 
 def load_tokenizer(source: str | os.PathLike) -> Any:
-    """Load the tokenizer of a model.
+    """Load the tokenizer of a model. No code of the model's folder or repository is run.
 
     Args:
         source: a hub id, a folder or a GGUF file.
@@ -53,7 +59,7 @@ def load_tokenizer(source: str | os.PathLike) -> Any:
         The tokenizer, or None if there is none.
 
     Raises:
-        CheckpointError: if the tokenizer exists and cannot be read.
+        CheckpointError: if the tokenizer exists and cannot be read, or asks for code of its own.
     """
     folder, gguf = _locate(source)
     if gguf:
@@ -81,26 +87,23 @@ def require_tokenizer(tokenizer: Any, source: str | os.PathLike = "the model's f
 def _gguf_tokenizer(folder: str, gguf: str) -> Any:
     """The tokenizer inside a GGUF file; None if it has none, or one that transformers cannot build."""
     try:
-        return AutoTokenizer.from_pretrained(folder, gguf_file=gguf)
-    except (ValueError, KeyError, OSError):
+        with loading_errors(gguf, folder):
+            return AutoTokenizer.from_pretrained(folder, gguf_file=gguf, trust_remote_code=False)
+    except CheckpointError:
         return None
 
 
 def _load(kind: Any, source: str | os.PathLike, **kwargs: Any) -> Any:
     folder, gguf = _locate(source)
-    try:
-        return kind.from_pretrained(folder, **({"gguf_file": gguf} if gguf else {}), **kwargs)
-    except SafetensorError as error:
-        raise CheckpointError(
-            f"{source}: {_damaged_file(folder)} cannot be read ({error}); copy or save it again"
-        ) from error
-    except ConfigError as error:
-        raise CheckpointError(f"{source}: config.json: {error}") from error
-    except CheckpointError:
-        raise
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        where = "" if Path(folder).is_dir() else "there is no such folder here, and from the hub "
-        raise CheckpointError(f"{source}: {where}it cannot be loaded: {error}") from error
+    check_arguments(kwargs)
+    with loading_errors(source, folder):
+        if gguf:
+            kwargs["gguf_file"] = gguf
+        else:
+            check_config(folder, **kwargs)
+            if kind is AutoModelForCausalLM:
+                check_sizes(folder)
+        return kind.from_pretrained(folder, **kwargs | WITHOUT_CODE)
 
 
 def _locate(source: str | os.PathLike) -> tuple[str, str | None]:
@@ -124,19 +127,6 @@ def _locate(source: str | os.PathLike) -> tuple[str, str | None]:
     if looks_local:
         raise CheckpointError(f"no folder at {path}: give a model's folder, a GGUF file or a hub id")
     return str(source), None
-
-
-def _damaged_file(folder: str) -> str:
-    """The first safetensors file in a folder whose length is not what its header says."""
-    from safetensors import safe_open
-
-    for file in sorted(Path(folder).glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except SafetensorError:
-            return file.name
-    return "a safetensors file"
 
 
 @contextmanager

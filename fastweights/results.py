@@ -19,6 +19,7 @@ from types import NoneType, UnionType
 from typing import Any, ClassVar, Self, Union, cast, get_args, get_origin, get_type_hints
 
 from fastweights.utils.errors import FastWeightsError, error_context
+from fastweights.utils.parsing import ParseError, read_json
 from fastweights.utils.provenance import write_result
 
 PLAIN: dict[Any, tuple[str, tuple[type, ...]]] = {
@@ -494,12 +495,10 @@ def read_result(path: str | os.PathLike) -> Result:
 
 def _load(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path)
     except FileNotFoundError as error:
         raise ResultError(f"no result file at {path}: fastweights train, eval, profile and rank write them") from error
     except OSError as error:
         raise ResultError(f"{path} cannot be read: {error.strerror}; give a result file (.json)") from error
-    except UnicodeDecodeError as error:
-        raise ResultError(f"{path} is not text: give a result file (.json)") from error
-    except json.JSONDecodeError as error:
-        raise ResultError(f"{path} is not JSON: line {error.lineno}: {error.msg}; write the result again") from error
+    except ParseError as error:
+        raise ResultError(f"{path} {error}; give a result file (.json)") from error

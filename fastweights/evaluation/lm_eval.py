@@ -171,7 +171,7 @@ def _adapter(
             return super()._model_call(inps, *args, **kwargs)
 
     require_tokenizer(tokenizer)
-    settings |= {"max_length": length, "batch_size": batch_size, "softmax_dtype": "float32"}
+    settings |= {"max_length": length, "batch_size": batch_size, "softmax_dtype": "float32", "trust_remote_code": False}
     return Adapter(pretrained=model, tokenizer=copy.deepcopy(tokenizer), **settings)
 
 

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
 from fastweights.config import LOCAL, FastWeightsConfig
 from fastweights.modeling.classes import FastWeightsMixin
-from fastweights.modeling.families import Family, UnknownFamilyError, family_of
+from fastweights.modeling.families import Family, family_of
 from fastweights.modeling.layer import AttentionShape, FastWeightsAttention
+from fastweights.modeling.source_files import check_config, empty_model, loading_errors, read_config
 from fastweights.utils.errors import CheckpointError
 
 SEQUENCE_LENGTHS = (1024, 8192, 65536)
@@ -76,7 +76,7 @@ def describe(model: Any) -> Description:
 
 
 def describe_folder(folder: str | os.PathLike) -> Description:
-    """Describe a saved model from its config.json alone.
+    """Describe a saved model from its config.json alone. No code of the folder is run.
 
     Raises:
         CheckpointError: if there is no config.json, or it does not describe a model.
@@ -84,14 +84,10 @@ def describe_folder(folder: str | os.PathLike) -> Description:
     """
     if not (Path(folder) / "config.json").is_file():
         raise CheckpointError(f"{folder} is not a checkpoint: no config.json there (save_pretrained writes one)")
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-        return describe(model)
-    except UnknownFamilyError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder}: config.json does not describe a model: {error}") from error
+    name = str(folder)
+    with loading_errors(folder, name, "config.json does not describe a model"):
+        check_config(name)
+        return describe(empty_model(read_config(name)))
 
 
 def summarize(described: Description) -> dict[str, str]:

@@ -8,10 +8,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fastweights.config import LARGEST_SEED
 from fastweights.utils.errors import Argument, FastWeightsError, error_context
+from fastweights.utils.parsing import ParseError, parse_yaml, read_yaml
 from fastweights.utils.settings import check_names, check_settings, setting, setting_help
 
 LOSSES = ("finetune", "transfer", "distill")
@@ -191,23 +190,12 @@ def find_settings(name: str | os.PathLike, kind: str, shipped: Path) -> Path:
     return path
 
 
-class _UniqueNames(yaml.SafeLoader):
-    """Refuses two settings of one name, of which YAML would take the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [str(key.value) for key, _ in node.value]
-        for i, (key, _) in enumerate(node.value):
-            if names[i] in names[:i]:
-                raise yaml.MarkedYAMLError(problem=f"{names[i]} is given twice", problem_mark=key.start_mark)
-        return super().construct_mapping(node, deep)
-
-
 def read_settings(path: Path) -> dict[str, Any]:
     """The settings in a YAML file."""
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _UniqueNames)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path} is not YAML: {error}") from error
+        values = read_yaml(path)
+    except ParseError as error:
+        raise RecipeError(f"{path} {error}") from error
     if not isinstance(values, dict):
         raise RecipeError(f"{path} must hold settings, `name: value`, found {type(values).__name__}")
     return values
@@ -258,7 +246,7 @@ def parse_changes(texts: list[str]) -> dict[str, Any]:
             expected = " takes NAME=VALUE, such as seed=1 or distill.tokens=100000"
             raise RecipeError(Argument("changes"), f"{expected}, found {text!r}")
         try:
-            changes[name.strip()] = numbers(yaml.safe_load(value))
-        except yaml.YAMLError as error:
+            changes[name.strip()] = numbers(parse_yaml(value))
+        except ParseError as error:
             raise RecipeError(Argument("changes"), f" {text}: {value!r} is no value") from error
     return changes

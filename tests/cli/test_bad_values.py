@@ -77,7 +77,7 @@ def test_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(settings))
     assert "is another model's, save its own there" in error_of("generate", folder, "--prompt", "Hello")
     (folder / "tokenizer.json").write_text("{")
-    assert f"the tokenizer of {folder}: it cannot be loaded" in error_of("generate", folder, "--prompt", "Hello")
+    assert f"the tokenizer of {folder}: tokenizer.json is not JSON" in error_of("generate", folder, "--prompt", "Hello")
 
 
 def test_state_of_the_model_before_training_is_refused(tmp_path: Path) -> None:
