@@ -106,7 +106,7 @@ def _json_documents(file: Path, field: str) -> Documents:
         text, where = _decode([line], file, number), f"{file}, line {number}"
         try:
             row = json.loads(text) if text.strip() else {field: ""}
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # also whole numbers of too many digits, and deep nesting
             raise DataError(f"{where} is not JSON ({error}): every line must be an object of its own") from error
         yield _field(row, field, where), read
 

@@ -20,9 +20,12 @@ from fastweights.data.readers import DataError, Documents, Source, find
 from fastweights.loading import require_tokenizer
 from fastweights.utils.errors import Argument
 from fastweights.utils.files import atomic_folder, remove_leftovers, write_json
+from fastweights.utils.parsing import read_json
 from fastweights.utils.progress import progress_bar
 
 FORMAT_VERSION = 1
+DTYPES = {"uint16": np.uint16, "uint32": np.uint32}
+META_CHECKSUM = "meta_sha256"  # the field of meta.json with a checksum of the others
 
 # A tokenizer needs about 150 bytes of memory for each character that it encodes at once.
 BATCH_CHARACTERS, CHUNK_CHARACTERS = 2**20, 2**22
@@ -45,7 +48,7 @@ class TokenFile:
     folder: Path
     tokens: np.ndarray  # ids, uint16 or uint32
     starts: np.ndarray  # index of each document's first token, int64; the first is 0
-    meta: dict[str, Any]  # source, settings, fingerprint of the tokenizer, vocab_size, largest_id, and counts
+    meta: dict[str, Any]  # source, settings, fingerprint of the tokenizer, vocab_size, largest_id, counts, and sha256
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -114,7 +117,7 @@ def check_vocabulary(tokens: TokenFile, tokenizer: Any, model_config: Any) -> No
     made_with = tokens.meta.get("tokenizer")
     if made_with is not None and made_with != _tokenizer_fingerprint(tokenizer):
         raise DataError(f"the tokens in {tokens.folder} were made with another tokenizer: prepare them with this one")
-    largest = tokens.meta["largest_id"] if "largest_id" in tokens.meta else int(tokens.tokens.max())
+    largest = int(tokens.tokens.max())
     if largest >= model_config.vocab_size:
         raise DataError(
             f"the tokenizer does not match the model: the text has token id {largest}, but the model's vocab_size is "
@@ -135,16 +138,30 @@ def _fingerprint(content: Any) -> str:
 def _open(folder: Path) -> TokenFile | None:
     """The token file in a folder; None where there is none or it is damaged."""
     try:
-        meta = json.loads((folder / "meta.json").read_text())
-        tokens = np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r")
-        starts = np.load(folder / "starts.npy", mmap_mode="r")
-        whole = len(tokens) == meta["tokens"] and len(starts) == meta["documents"]
-    except (OSError, ValueError, KeyError, TypeError, EOFError):
+        meta = read_json(folder / "meta.json")
+        tokens = np.memmap(folder / "tokens.bin", dtype=DTYPES[meta["dtype"]], mode="r")
+        starts = np.load(folder / "starts.npy", mmap_mode="r", allow_pickle=False)
+        opened = TokenFile(folder, tokens, starts, meta)
+        return opened if _is_whole(opened) else None
+    except Exception:  # numpy parses the header of starts.npy as Python, which raises errors of many kinds
         return None
-    if not whole:
-        return None
-    opened = TokenFile(folder, tokens, starts, meta)
-    return opened if meta.get("sha256") in (None, opened.checksum) else None
+
+
+def _is_whole(tokens: TokenFile) -> bool:
+    """Whether the files fit each other. Checksums are verified where there are some: earlier versions wrote none."""
+    starts, meta = tokens.starts, tokens.meta
+    if not isinstance(starts, np.ndarray) or starts.dtype != np.int64 or starts.ndim != 1:
+        return False
+    if (len(tokens), len(starts)) != (meta["tokens"], meta["documents"]) or not len(starts):
+        return False
+    if starts[0] != 0 or starts[-1] >= len(tokens) or not bool((np.diff(starts) > 0).all()):
+        return False
+    return meta.get("sha256") in (None, tokens.checksum) and meta.get(META_CHECKSUM) in (None, _meta_checksum(meta))
+
+
+def _meta_checksum(meta: dict[str, Any]) -> str:
+    """A checksum of the other fields of meta.json."""
+    return _fingerprint(sorted((name, value) for name, value in meta.items() if name != META_CHECKSUM))
 
 
 def _make(folder: Path, write: Callable[[Path], None]) -> TokenFile:
@@ -184,7 +201,7 @@ def _write(source: Source, tokenizer: Any, settings: dict[str, Any], progress: b
     checksum.update(np.array(starts, dtype=np.int64).tobytes())
     vocabulary = {"vocab_size": len(tokenizer), "largest_id": largest, "dtype": dtype.name}
     meta = {"source": source.name, **count, **vocabulary, **settings, "sha256": checksum.hexdigest()}
-    write_json(folder / "meta.json", meta)
+    write_json(folder / "meta.json", meta | {META_CHECKSUM: _meta_checksum(meta)})
 
 
 def _encoded(documents: Documents, tokenizer: Any, limit: int | None) -> Iterator[tuple[str, np.ndarray, int]]:

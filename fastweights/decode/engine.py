@@ -37,6 +37,23 @@ class EngineBusy(FastWeightsError):
     """An engine was called while it generates: by another thread, or by its own `on_token`."""
 
 
+class GenerationError(FastWeightsError):
+    """A model that cannot generate because its logits are NaN."""
+
+
+def check_no_nan(logits: Tensor, new_tokens: int) -> None:
+    """Refuse logits that contain NaN, from which no token can be chosen.
+
+    Raises:
+        GenerationError: names the place in the sequence.
+    """
+    if bool(logits.isnan().any()):
+        raise GenerationError(
+            f"the model's logits are NaN after {new_tokens} new tokens: its weights or its state contain NaN, or it "
+            "overflows in this dtype; copy or train the model again, or load it in float32"
+        )
+
+
 def prefill(
     model: Any,
     ids: Tensor,
@@ -143,6 +160,7 @@ class Engine:
         with torch.inference_mode(False):
             self.sampler = Sampler(batch_size, model.config.get_text_config().vocab_size, self.device)
             self.host_tokens = torch.zeros(batch_size, dtype=torch.long, pin_memory=self.on_gpu)
+            self.host_scores = torch.zeros(batch_size, pin_memory=self.on_gpu)
 
     def generate(
         self,
@@ -173,6 +191,7 @@ class Engine:
 
         Raises:
             ConfigError: An argument is wrong, or a sequence may become longer than `max_length`.
+            GenerationError: Logits are NaN.
             ValueError: A sequence may become longer than the model's position table.
             EngineBusy: The engine is generating already. Call it from one thread at a time.
         """
@@ -276,6 +295,7 @@ class Engine:
             for slot, (owner, token) in enumerate(zip(owners, self._read_tokens(copied), strict=True)):
                 if owner is not None:
                     sequence = sequences[owner]
+                    check_no_nan(self.host_scores[slot], len(sequence.new_tokens))
                     sequence.new_tokens.append(token)
                     on_token(owner, token)
                     if token in stops or len(sequence.new_tokens) == sequence.max_new_tokens:
@@ -295,6 +315,7 @@ class Engine:
     def _copy_tokens_to_host(self) -> torch.cuda.Event | None:
         """Start to copy the tokens to the host. On a GPU, the event tells when they have arrived."""
         self.host_tokens.copy_(self.decoder.tokens, non_blocking=True)
+        self.host_scores.copy_(self.sampler.scores, non_blocking=True)
         if not self.on_gpu:
             return None
         event = torch.cuda.Event()

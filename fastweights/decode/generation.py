@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import set_seed
+from transformers import LogitsProcessor, set_seed
 
 from fastweights.config import ConfigError
-from fastweights.decode.engine import PREFILL_CHUNK, Engine, prefill
+from fastweights.decode.engine import PREFILL_CHUNK, Engine, check_no_nan, prefill
 from fastweights.decode.model import UnsupportedModel
 from fastweights.decode.sampling import Sampling
 from fastweights.modeling.cache import FastWeightsCache
@@ -52,6 +52,7 @@ def generate_sequence(
 
     Raises:
         ConfigError: The sequence may become longer than the model's position table.
+        GenerationError: Logits are NaN.
     """
     sampling = Sampling() if sampling is None else sampling
     cache = None if state is None else state.fork(num_beams)
@@ -85,7 +86,8 @@ def state_after(model: Any, before: FastWeightsCache, cache: FastWeightsCache, i
     unseen = ids[:, int(state.seen - before.seen) :]
     with torch.no_grad():
         for chunk in unseen.split(PREFILL_CHUNK, dim=1):
-            model(chunk, past_key_values=state, attention_mask=state.mask_for(chunk))
+            mask = state.mask_for(chunk) if state.attention_layers else None  # it would be as long as all tokens seen
+            model(chunk, past_key_values=state, attention_mask=mask)
     return state
 
 
@@ -136,7 +138,19 @@ def _generate_with_transformers(
         options["past_key_values"] = cache
     if sampling.seed is not None:
         set_seed(sampling.seed)
-    return model.generate(prompt_ids, attention_mask=mask, streamer=streamer, **options), cache
+    options["logits_processor"] = [_RefuseNaN(prompt_ids.shape[1])]
+    return model.generate(prompt_ids, attention_mask=mask, streamer=streamer, trust_remote_code=False, **options), cache
+
+
+class _RefuseNaN(LogitsProcessor):
+    """Raises GenerationError when scores [B,V] contain NaN; transformers' own generate would print nothing."""
+
+    def __init__(self, prompt_length: int) -> None:
+        self.prompt_length = prompt_length
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        check_no_nan(scores, input_ids.shape[1] - self.prompt_length)
+        return scores
 
 
 def generate_arguments(sampling: Sampling) -> dict[str, Any]:

@@ -50,6 +50,7 @@ class Sampler:
         self.top_k = torch.full((batch_size,), vocab_size, dtype=torch.long, device=device)
         self.key = torch.zeros_like(self.top_k)
         self.ids = _hash(torch.arange(vocab_size, device=device))
+        self.scores = torch.zeros_like(self.top_p)  # logits of the chosen tokens: NaN where any logit of a row is
         self.seen: Tensor | None = None
 
     def prepare(self, mode: SamplerMode) -> None:
@@ -89,6 +90,8 @@ class Sampler:
         tokens = scores.argmax(-1)
         if mode.samples:
             tokens = torch.where(self.samples[slots], self._sample(scores, positions, mode, slots), tokens)
+        # argmax and sort take NaN for the largest value, so a row that has one is chosen there.
+        self.scores[slots] = scores.gather(1, tokens[:, None])[:, 0].float()
         if seen is not None:
             seen.scatter_(1, tokens[:, None], True)
         return tokens

@@ -79,8 +79,10 @@ def parse_yaml(text: str) -> Any:
 
 
 class _LimitedLoader(yaml.SafeLoader):
-    """YAML's safe loader with limits on nesting, aliases and whole numbers. Refuses two values of one name, of which YAML
-    would take the last."""
+    """YAML's safe loader with limits on nesting, aliases and whole numbers.
+
+    It refuses two values of one name, of which YAML would take the last.
+    """
 
     def __init__(self, stream: Any) -> None:
         super().__init__(stream)
