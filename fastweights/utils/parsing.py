@@ -74,8 +74,7 @@ def parse_yaml(text: str) -> Any:
     except RecursionError as error:
         raise ParseError(_too_deep()) from error
     except Exception as error:  # besides YAMLError, wrong tags raise what int(), strptime and others raise
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ParseError(f"is not YAML: {reason}") from error
+        raise ParseError(f"is not YAML: {_yaml_reason(error)}") from error
 
 
 class _LimitedLoader(yaml.SafeLoader):
@@ -123,6 +122,12 @@ class _LimitedLoader(yaml.SafeLoader):
 
 
 _LimitedLoader.add_constructor("tag:yaml.org,2002:int", _LimitedLoader.construct_yaml_int)
+
+
+def _yaml_reason(error: Exception) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem and error.problem_mark:
+        return f"line {error.problem_mark.line + 1}: {error.problem}"
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _children(node: yaml.Node) -> list[yaml.Node]:
