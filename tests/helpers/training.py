@@ -26,7 +26,6 @@ from fastweights import FastWeightsConfig
 from fastweights.conversion import convert
 from fastweights.training.recipe import Recipe
 from fastweights.training.trainer import TrainConfig, resume, train
-from fastweights.utils.manifest import find_damage
 from fastweights.utils.progress import Display
 from helpers.cli import tokenizer
 from helpers.tiny import config_of, pretrained
@@ -163,6 +162,8 @@ def assert_same_run(found: Path, expected: Path) -> None:
 
 def assert_only_retained_checkpoints(folder: Path) -> None:
     """The last two checkpoints are whole, of the best ones there is the model, and nothing else is there."""
+    from fastweights.utils.manifest import find_damage  # these helpers also serve measurements of older versions
+
     found = sorted(os.listdir(folder / "checkpoints"), key=lambda name: name.split("-")[::-1])
     recent = found[-2:]
     progress = [json.loads((folder / "checkpoints" / name / "progress.json").read_text()) for name in recent]

@@ -1,0 +1,140 @@
+"""What becomes of training runs that are killed, lose power, get I/O errors or damaged files, or share a folder.
+
+    python benchmarks/trust_disk.py --name after [--out results/trust_disk.json] [--every 1]
+
+A short run of a tiny model is recorded, and resumed from every state that a kill or a power cut may leave (see
+tests/helpers/disk.py). To measure another version, put it first in PYTHONPATH and give its own --name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from helpers.cli import tokenizer
+from helpers.crashes import mutations, outcome_of_error, outcome_of_image, outcome_of_mutation, record_run, short_run
+from helpers.engine import converted, greedy, prompts_of
+from helpers.training import Files, Program, command, crash_after, make_recipe, train_in, training_files
+
+import fastweights as fw
+from fastweights.training import checkpoint
+from fastweights.training.recipe import Recipe
+from fastweights.utils.provenance import provenance, write_result
+
+MUTATIONS, THREADS, SHARED_RUNS, TIMED = 500, 40, 10, 5
+
+
+def count(outcomes: Iterable[str]) -> dict[str, int]:
+    """How many there are of each; no name for those that did not happen but for the usual ones."""
+    names = ("same", "refused", "lost", "different", "traceback")
+    found = Counter("traceback" if outcome.startswith("traceback") else outcome for outcome in outcomes)
+    return {name: found[name] for name in (*names, *sorted(found.keys() - set(names)))} | {"all": found.total()}
+
+
+def interruptions(files: Files, every: int) -> dict[str, Any]:
+    config, folder = short_run(files), files.folder
+    train_in(folder / "expected", config)
+    crash_after(folder / "crashed", config, 3)
+    disk = record_run(config, folder / "recorded")
+    scratch = (folder / f"disk {number}" for number in range(10**6))
+    expected, crashed = folder / "expected", folder / "crashed"
+    result: dict[str, Any] = {"operations": disk.operations}
+    for policy, images in disk.images.items():
+        result[policy] = count(
+            outcome_of_image(config, expected, next(scratch), image, reported) for reported, image in images[::every]
+        )
+        print(policy, result[policy], flush=True)
+    numbers = range(1, disk.operations + 1, every)
+    result["io errors"] = count(outcome_of_error(config, expected, next(scratch), n, n % 2 == 0) for n in numbers)
+    print("io errors", result["io errors"], flush=True)
+    damaged = mutations(crashed, MUTATIONS)[::every]
+    result["mutations"] = count(outcome_of_mutation(config, expected, crashed, next(scratch), *m) for m in damaged)
+    print("mutations", result["mutations"], flush=True)
+    return result
+
+
+def shared_engine() -> dict[str, int]:
+    """Two threads call one engine at once: how many of the calls return the tokens of their own prompt."""
+    model = converted("gpt2")
+    prompts = prompts_of(5, 9)
+    expected, engine, found = [greedy(model, prompt, 20) for prompt in prompts], fw.Engine(model), Counter[str]()
+
+    def call(i: int) -> None:
+        barrier.wait()
+        try:
+            found["right" if engine.generate([prompts[i]], 20) == [expected[i]] else "wrong"] += 1
+        except ValueError:
+            found["refused"] += 1
+
+    for _ in range(THREADS // 2):
+        barrier = threading.Barrier(2)
+        threads = [threading.Thread(target=call, args=(i,)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return {name: found[name] for name in ("right", "wrong", "refused")} | {"all": THREADS}
+
+
+def shared_folder(files: Files) -> dict[str, int]:
+    """Two processes train into one folder: how often both end well."""
+    recipe = Recipe.from_dict(make_recipe().to_dict() | {"checkpoint_every": 1})
+    found = Counter[str]()
+    for number in range(SHARED_RUNS):
+        folder = files.folder / f"shared {number}"
+        programs = [Program(files.folder / f"o{number}{i}", *command(files, folder, recipe)) for i in range(2)]
+        codes = sorted(program.wait(600) or 0 for program in programs)
+        found["both ran" if codes == [0, 0] else "one refused" if codes == [0, 2] else "both failed"] += 1
+    return {name: found[name] for name in ("both ran", "one refused", "both failed")} | {"all": SHARED_RUNS}
+
+
+def checkpoint_seconds(folder: Path) -> dict[str, Any]:
+    """Seconds to write a checkpoint of a model with Adam's state."""
+    model = GPT2LMHeadModel(GPT2Config(n_layer=6, n_embd=512, n_head=8, vocab_size=16_384))
+    weights = checkpoint.model_weights(model)
+    training = {f"{name}:{moment}": w.clone() for name, w in weights.items() for moment in ("exp_avg", "exp_avg_sq")}
+    seconds, size = [], 0
+    for step in range(1, TIMED + 1):
+        started = time.perf_counter()
+        progress = checkpoint.Progress(step=step)
+        checkpoint.write_checkpoint(folder, model, weights, tokenizer(), training, progress)
+        seconds.append(time.perf_counter() - started)
+        size = sum(path.stat().st_size for path in (folder / "last").resolve().iterdir())
+    return {"seconds": statistics.median(seconds), "bytes": size}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent.parent / "results" / "trust_disk.json")
+    parser.add_argument("--every", type=int, default=1, help="Take every n-th state only.")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    result: dict[str, Any] = provenance() | {"engine": shared_engine()}
+    print(result["engine"], flush=True)
+    with tempfile.TemporaryDirectory() as name, training_files(Path(name)) as files:
+        result["checkpoint"] = checkpoint_seconds(files.folder / "timed")
+        print(result["checkpoint"], flush=True)
+        result["folder"] = shared_folder(files)
+        print(result["folder"], flush=True)
+        result |= interruptions(files, options.every)
+    before = json.loads(options.out.read_text()) if options.out.is_file() else {}
+    write_result(options.out, before | provenance() | {options.name: result})
+
+
+if __name__ == "__main__":
+    main()
