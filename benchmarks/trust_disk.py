@@ -28,11 +28,20 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from helpers.cli import tokenizer
 from helpers.crashes import mutations, outcome_of_error, outcome_of_image, outcome_of_mutation, record_run, short_run
 from helpers.engine import converted, greedy, prompts_of
-from helpers.training import Files, Program, command, crash_after, make_recipe, train_in, training_files
+from helpers.training import (
+    FINETUNE,
+    STEP,
+    Files,
+    Program,
+    crash_after,
+    make_recipe,
+    make_train_config,
+    train_in,
+    training_files,
+)
 
 import fastweights as fw
 from fastweights.training import checkpoint
-from fastweights.training.recipe import Recipe
 from fastweights.utils.provenance import provenance, write_result
 
 MUTATIONS, THREADS, SHARED_RUNS, TIMED = 500, 40, 10, 5
@@ -91,20 +100,23 @@ def shared_engine() -> dict[str, int]:
 
 
 def shared_folder(files: Files) -> dict[str, int]:
-    """Two processes train into one folder: how often both end well."""
-    recipe = Recipe.from_dict(make_recipe().to_dict() | {"checkpoint_every": 1})
-    found = Counter[str]()
+    """Two processes resume one run at the same time: how often both end well."""
+    stage = dict(FINETUNE[0], tokens=60 * STEP)
+    config, found = make_train_config(files, make_recipe((stage,), checkpoint_every=1)), Counter[str]()
     for number in range(SHARED_RUNS):
         folder = files.folder / f"shared {number}"
-        programs = [Program(files.folder / f"o{number}{i}", *command(files, folder, recipe)) for i in range(2)]
+        crash_after(folder, config, 2)
+        programs = [Program(files.folder / f"output {number} {i}", "train", "--resume", folder) for i in range(2)]
         codes = sorted(program.wait(600) or 0 for program in programs)
-        found["both ran" if codes == [0, 0] else "one refused" if codes == [0, 2] else "both failed"] += 1
-    return {name: found[name] for name in ("both ran", "one refused", "both failed")} | {"all": SHARED_RUNS}
+        found["both ran" if codes == [0, 0] else "one refused" if codes == [0, 2] else "failed"] += 1
+    return {name: found[name] for name in ("both ran", "one refused", "failed")} | {"all": SHARED_RUNS}
 
 
 def checkpoint_seconds(folder: Path) -> dict[str, Any]:
     """Seconds to write a checkpoint of a model with Adam's state."""
-    model = GPT2LMHeadModel(GPT2Config(n_layer=6, n_embd=512, n_head=8, vocab_size=16_384))
+    model = GPT2LMHeadModel(
+        GPT2Config(n_layer=6, n_embd=512, n_head=8, vocab_size=16_384, bos_token_id=0, eos_token_id=0)
+    )
     weights = checkpoint.model_weights(model)
     training = {f"{name}:{moment}": w.clone() for name, w in weights.items() for moment in ("exp_avg", "exp_avg_sq")}
     seconds, size = [], 0

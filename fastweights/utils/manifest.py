@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ MANIFEST = "manifest.json"
 def write_manifest(folder: Path) -> None:
     """Write the sizes and SHA-256 checksums of all files in a folder to manifest.json in it."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    files = {path.relative_to(folder).as_posix(): _describe(path) for path in paths if path.name != MANIFEST}
+    paths = [path for path in paths if path.name != MANIFEST]
+    with ThreadPoolExecutor() as pool:  # hashing takes as long as writing
+        described = list(pool.map(_describe, paths))
+    files = {path.relative_to(folder).as_posix(): found for path, found in zip(paths, described, strict=True)}
     write_json(folder / MANIFEST, {"files": files})
 
 
