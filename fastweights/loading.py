@@ -67,7 +67,10 @@ def load_tokenizer(source: str | os.PathLike) -> Any:
     if Path(folder).is_dir() and not any(Path(folder).glob("*tokenizer*")):
         return None
     try:
-        return _load(AutoTokenizer, source)
+        tokenizer = _load(AutoTokenizer, source)
+        with loading_errors(source, folder):
+            tokenizer("a")  # some settings of a wrong type are only used here
+        return tokenizer
     except CheckpointError as error:
         raise CheckpointError(f"the tokenizer of {error}") from error
 

@@ -38,7 +38,7 @@ class EngineBusy(FastWeightsError):
 
 
 class GenerationError(FastWeightsError):
-    """A model that cannot generate because its logits are NaN."""
+    """A model that cannot generate: its logits are NaN, or transformers refuses its generation_config."""
 
 
 def check_no_nan(logits: Tensor, new_tokens: int) -> None:

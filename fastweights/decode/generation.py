@@ -12,12 +12,12 @@ from torch import Tensor
 from transformers import LogitsProcessor, set_seed
 
 from fastweights.config import ConfigError
-from fastweights.decode.engine import PREFILL_CHUNK, Engine, check_no_nan, prefill
+from fastweights.decode.engine import PREFILL_CHUNK, Engine, GenerationError, check_no_nan, prefill
 from fastweights.decode.model import UnsupportedModel
 from fastweights.decode.sampling import Sampling
 from fastweights.modeling.cache import FastWeightsCache
 from fastweights.modeling.positions import position_limit
-from fastweights.utils.errors import Argument
+from fastweights.utils.errors import Argument, FastWeightsError
 
 # A hybrid's attention layers reserve memory for all new tokens, and every step attends to all of it. For more new
 # tokens than this, transformers' growing cache is used instead.
@@ -139,7 +139,13 @@ def _generate_with_transformers(
     if sampling.seed is not None:
         set_seed(sampling.seed)
     options["logits_processor"] = [_RefuseNaN(prompt_ids.shape[1])]
-    return model.generate(prompt_ids, attention_mask=mask, streamer=streamer, trust_remote_code=False, **options), cache
+    try:
+        ids = model.generate(prompt_ids, attention_mask=mask, streamer=streamer, trust_remote_code=False, **options)
+    except FastWeightsError:
+        raise
+    except ValueError as error:  # such as a mode that needs code of the hub
+        raise GenerationError(f"transformers cannot generate with the model's generation_config: {error}") from error
+    return ids, cache
 
 
 class _RefuseNaN(LogitsProcessor):

@@ -77,7 +77,7 @@ class DecoderMixin(Base):
     @property
     def _is_hybrid(self) -> bool:
         """Whether some layers are still attention."""
-        layers = self.config.fastweights["layers"]
+        layers = self.config.fastweights.get("layers")
         return layers is not None and len(layers) < self.config.num_hidden_layers
 
     def _cache(self, inputs: dict[str, Any], batch: int, packed: bool) -> FastWeightsCache | None:

@@ -52,7 +52,7 @@ def limit_positions(model: Any, position_ids: Tensor) -> Tensor:
     """Positions [B,T] that the position table has: clamped, or checked."""
     if not model.family.learned_positions:
         return position_ids
-    if model.config.fastweights["positions"] == "clamp":
+    if model.config.fastweights.get("positions") == "clamp":
         return position_ids.clamp(max=getattr(model.config, model.family.learned_positions) - 1)
     if not torch.compiler.is_compiling():
         check_length(model, int(position_ids.max()) + 1)

@@ -54,7 +54,7 @@ def check_arguments(arguments: dict[str, Any]) -> None:
 
 
 def check_config(source: str, **arguments: Any) -> None:
-    """Refuse a config that asks for kernels of the hub or for more layers than any model has.
+    """Refuse a config that asks for kernels of the hub or more layers than any model has, or with impossible values.
 
     Args:
         source: a folder or a hub id.
@@ -66,8 +66,9 @@ def check_config(source: str, **arguments: Any) -> None:
     options = {name: arguments[name] for name in _HUB_ARGUMENTS if name in arguments}
     _check_values(f"{source}: {CONFIG}", _json_object(source, CONFIG, options))
     if Path(source).is_dir():
-        for name in ("generation_config.json", "tokenizer_config.json"):
-            _json_object(source, name, options)
+        generation = "generation_config.json"
+        _check_values(f"{source}: {generation}", _json_object(source, generation, options))
+        _json_object(source, "tokenizer_config.json", options)
     adapter = _json_object(source, "adapter_config.json", options).get("base_model_name_or_path")
     if isinstance(adapter, str) and adapter != source:  # transformers loads that model instead
         _check_values(f"{source}: its base {adapter}: {CONFIG}", _json_object(adapter, CONFIG, options))
@@ -102,8 +103,17 @@ def _check_values(place: str, values: dict[str, Any]) -> None:
             raise CheckpointError(f"{place} asks for {name}={value!r}: it needs code of the hub, which is never run")
         if name in _LIMITS and isinstance(value, int | float) and not value <= _LIMITS[name]:
             raise CheckpointError(f"{place}: {name} must be at most {_LIMITS[name]:,}, found {value}")
+        if name.endswith("_token_id") and not _is_token_id(value):
+            raise CheckpointError(f"{place}: {name} must be a token id or a list of them, found {value!r}")
+        if isinstance(value, float) and math.isnan(value):
+            raise CheckpointError(f"{place}: {name} is NaN")
         if isinstance(value, dict):
             _check_values(place, value)
+
+
+def _is_token_id(value: Any) -> bool:
+    values = value if isinstance(value, list) else [0 if value is None else value]
+    return all(isinstance(item, int) and -(2**63) <= item < 2**63 for item in values)
 
 
 def read_config(source: str, **arguments: Any) -> Any:

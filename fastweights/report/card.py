@@ -26,6 +26,7 @@ from fastweights.report.results import (
 )
 from fastweights.report.text import bytes_text, whole
 from fastweights.report.training import outcomes, training_tables
+from fastweights.utils.parsing import read_json
 
 if TYPE_CHECKING:
     from fastweights.modeling.description import Description
@@ -96,10 +97,12 @@ def _hub_id_in(results: Sequence[LoadedResult]) -> str | None:
 def _hub_id_of(folder: Path) -> str | None:
     """The model it was converted from, where that is one of the hub's."""
     try:
-        name = json.loads((folder / "config.json").read_text()).get("fastweights_base", "")
+        config = read_json(folder / "config.json")
     except (OSError, ValueError):
         return None
-    return name if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not Path(name).exists() else None
+    name = config.get("fastweights_base") if isinstance(config, dict) else None
+    is_hub_id = isinstance(name, str) and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not Path(name).exists()
+    return name if is_hub_id else None
 
 
 def _name(folder: Path) -> str:

@@ -182,10 +182,10 @@ def find_settings(name: str | os.PathLike, kind: str, shipped: Path) -> Path:
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
         path = shipped / f"{name}.yaml"
-    if not path.is_file():
+    if not os.path.isfile(path):  # unlike Path.is_file, also False for names that are too long
         names = ", ".join(sorted(file.stem for file in shipped.glob("*.yaml")))
-        found = "that is a folder" if Path(name).is_dir() else "its name must end in .yaml"
-        found = found if Path(name).exists() else f"no such {kind}"
+        found = "that is a folder" if os.path.isdir(name) else "its name must end in .yaml"
+        found = found if os.path.exists(name) else f"no such {kind}"
         raise RecipeError(Argument(kind), f" {name}: {found}; shipped are {names}, or give a YAML file")
     return path
 

@@ -15,7 +15,8 @@ class TeacherError(FastWeightsError):
 
 def base_of(model: Any) -> str | None:
     """The hub id or folder of the model that a converted one was made from; None where it is not known."""
-    return getattr(model.config, "fastweights_base", None)
+    name = getattr(model.config, "fastweights_base", None)
+    return name if isinstance(name, str) else None
 
 
 def load_teacher(student: Any, source: str, teacher: str | None = None, *, dtype: Any) -> Any:
