@@ -30,6 +30,7 @@ from fastweights.training import checkpoint as saved
 from fastweights.training.recipe import Recipe, load_recipe
 from fastweights.training.trainer import Interrupted, TrainConfig, resume, train
 from fastweights.utils.errors import Argument, FastWeightsError
+from fastweights.utils.files import make_folder
 from fastweights.utils.progress import Display
 from fastweights.utils.provenance import write_result
 
@@ -108,7 +109,7 @@ def _claim(folder: Path) -> None:
     if folder.exists() and not mark.is_file() and (not folder.is_dir() or any(folder.iterdir())):
         reason = f" {folder} exists and is not the folder of a quickstart: choose another one"
         raise QuickstartError(Argument("output"), reason)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     mark.touch()
 
 

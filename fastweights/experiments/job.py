@@ -31,7 +31,7 @@ from fastweights.training import checkpoint as saved
 from fastweights.training.recipe import Recipe
 from fastweights.training.trainer import VALIDATION_BATCH_TOKENS, TrainConfig
 from fastweights.utils.errors import Argument
-from fastweights.utils.files import absolute, write_json
+from fastweights.utils.files import absolute, make_folder, write_json
 
 MOST_CHANGES = 4
 
@@ -72,7 +72,7 @@ class Job:
     def acquire(self) -> bool:
         """Lock the run; False if another process holds it. A training process inherits the lock, so that nobody
         resumes the run beside it after the comparison was killed."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         self.lock = (self.folder / "process").open("a+")
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -34,6 +34,7 @@ from fastweights.training import checkpoint as saved
 from fastweights.training.checks import check_lengths
 from fastweights.training.trainer import perplexity_from_loss
 from fastweights.utils.errors import Argument, Stopped, error_context
+from fastweights.utils.files import make_folder
 from fastweights.utils.progress import RunsDisplay
 from fastweights.utils.signals import stop_signals
 
@@ -115,7 +116,7 @@ def compare(variants: Sequence[Variant], setup: Setup, at_once: int = 1) -> Outc
 def _make_folders(folder: Path) -> None:
     try:
         for name in ("runs", "results"):
-            (folder / name).mkdir(parents=True, exist_ok=True)
+            make_folder(folder / name)
     except OSError as error:
         reason = f" {folder} cannot be written: {error.strerror}; choose another folder"
         raise GridError(Argument("output"), reason) from error

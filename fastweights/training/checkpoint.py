@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from fastweights.utils import parsing
 from fastweights.utils.errors import CheckpointError
 from fastweights.utils.files import (
     atomic_folder,
@@ -79,9 +80,10 @@ class Progress:
 
 def read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; restore it, or start a new run") from error
+        return parsing.read_json(path)
+    except (OSError, parsing.ParseError) as error:
+        reason = f"it {error}" if isinstance(error, parsing.ParseError) else error.strerror
+        raise CheckpointError(f"{path} cannot be read: {reason}; restore it, or start a new run") from error
 
 
 def read_progress(checkpoint: Path) -> Progress:

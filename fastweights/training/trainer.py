@@ -603,13 +603,12 @@ class Trainer:
     def _write_log(self, line: dict[str, Any], sync: bool) -> None:
         """Append a line to the log, and send it to the tracker. With `sync`, a power cut does not lose it."""
         self.log.append(line)
+        if self.is_main:
+            path = self.folder / saved.LOG
+            with self._write_errors(path):
+                append_text(path, json.dumps(line) + "\n", sync)
         if self.config.report_to:
             self.accelerator.log({k: v for k, v in line.items() if isinstance(v, float)}, step=line["step"])
-        if not self.is_main:
-            return
-        path = self.folder / saved.LOG
-        with self._write_errors(path):
-            append_text(path, json.dumps(line) + "\n", sync)
 
     def _checkpoint(self, active: _ActiveStage) -> None:
         model = self.student if active.lora is None else copy.deepcopy(active.lora).merge_and_unload()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from fastweights.utils.files import write_json
+from fastweights.utils.parsing import read_json
 
 MANIFEST = "manifest.json"
 
@@ -29,7 +29,7 @@ def find_damage(folder: Path) -> str | None:
     Files that the manifest does not name are ignored.
     """
     try:
-        files = json.loads((folder / MANIFEST).read_text())["files"]
+        files = read_json(folder / MANIFEST)["files"]
         for name, expected in files.items():
             path = folder / name
             if not path.is_file():
@@ -38,7 +38,7 @@ def find_damage(folder: Path) -> str | None:
                 return f"{name} has {path.stat().st_size:,} bytes and had {expected['bytes']:,}"
             if _describe(path) != expected:
                 return f"the checksum of {name} is wrong"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{MANIFEST} or a file in it cannot be read ({error})"
     return None
 

@@ -108,12 +108,12 @@ def outcome(config: TrainConfig, expected: Path, folder: Path, reported: int) ->
             return "refused"
         except Exception as error:
             return f"traceback: {type(error).__name__}"
-    if not _same(folder, expected):
+    if not is_same_run(folder, expected):
         return "different"
     return "same" if steps[0] >= reported else "lost"
 
 
-def _same(folder: Path, expected: Path) -> bool:
+def is_same_run(folder: Path, expected: Path) -> bool:
     try:
         assert_same_run(folder, expected)
     except (AssertionError, OSError, ValueError):

@@ -25,6 +25,7 @@ from helpers.training import (
     resume_in,
     train_in,
     training_files,
+    two_programs,
 )
 from rich.console import Console
 from safetensors.torch import load_file, save_file
@@ -245,6 +246,15 @@ def test_second_process_on_a_run_is_refused_with_the_first_ones_number(
         with pytest.raises(LockedError, match=f"process {os.getpid()}"):
             train_in(tmp_path / "new", config)
     train_in(tmp_path / "new", config)
+
+
+def test_all_processes_of_a_second_run_end_with_the_message(folder: Path, tmp_path: Path) -> None:
+    """Only the main process takes the lock; the others must not wait for it."""
+    with FileLock(folder / ".lock") as lock:
+        lock.acquire()
+        programs = two_programs(tmp_path / "outputs", "train", "--resume", folder)
+        assert [program.wait() for program in programs] == [2, 2]
+        assert all(f"in use by process {os.getpid()}" in program.output for program in programs)
 
 
 def test_run_started_by_another_process_meanwhile_is_refused(
