@@ -3,7 +3,8 @@
     python benchmarks/trust_disk.py --name after [--out results/trust_disk.json] [--every 1]
 
 A short run of a tiny model is recorded, and resumed from every state that a kill or a power cut may leave (see
-tests/helpers/disk.py). To measure another version, put it first in PYTHONPATH and give its own --name.
+tests/helpers/disk.py). To measure another version, put it first in PYTHONPATH, start in its folder, and give it a --name
+of its own.
 """
 
 from __future__ import annotations
@@ -155,18 +156,17 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name, training_files(Path(name)) as files:
-        measures: dict[str, Callable[[], Any]] = {
-            "engine": shared_engine,
-            "checkpoint": lambda: checkpoint_seconds(files.folder / "timed"),
-            "folder": lambda: shared_folder(files),
+        measures: dict[str, Callable[[], dict[str, Any]]] = {
+            "engine": lambda: {"engine": shared_engine()},
+            "checkpoint": lambda: {"checkpoint": checkpoint_seconds(files.folder / "timed")},
+            "folder": lambda: {"folder": shared_folder(files)},
             "interruptions": lambda: interruptions(files, options.every),
         }
-        result = {part: measures[part]() for part in options.only}
+        result = {name: value for part in options.only for name, value in measures[part]().items()}
     print(result)
     before = json.loads(options.out.read_text()) if options.out.is_file() else {}
-    write_result(
-        options.out, before | provenance() | {options.name: before.get(options.name, {}) | provenance() | result}
-    )
+    version = before.get(options.name, {}) | provenance() | result
+    write_result(options.out, before | provenance() | {options.name: version})
 
 
 if __name__ == "__main__":
