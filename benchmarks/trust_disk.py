@@ -3,8 +3,8 @@
     python benchmarks/trust_disk.py --name after [--out results/trust_disk.json] [--every 1]
 
 A short run of a tiny model is recorded, and resumed from every state that a kill or a power cut may leave (see
-tests/helpers/disk.py). To measure another version, put it first in PYTHONPATH, start in its folder, and give it a --name
-of its own.
+tests/helpers/disk.py). To measure another version, put it first in PYTHONPATH, start in its folder, and give it
+another --name.
 """
 
 from __future__ import annotations

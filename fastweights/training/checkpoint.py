@@ -14,7 +14,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,11 +87,15 @@ def read_json(path: Path) -> Any:
 
 
 def read_progress(checkpoint: Path) -> Progress:
-    found = read_json(checkpoint / PROGRESS)
+    path = checkpoint / PROGRESS
     try:
-        return Progress(**found)
+        progress = Progress(**read_json(path))
     except TypeError as error:
-        raise CheckpointError(f"{checkpoint / PROGRESS} is not of this version of fastweights: {error}") from error
+        raise CheckpointError(f"{path} is not of this version of fastweights: {error}") from error
+    for name in ("stage", "stage_step", "step", "tokens", "format"):
+        if type(getattr(progress, name)) is not int:
+            raise CheckpointError(f"{path} has {name}={getattr(progress, name)!r}, which is not a whole number")
+    return progress
 
 
 # Where checkpoints are
@@ -180,8 +184,8 @@ def _order(checkpoint: Path) -> tuple[int, int]:
 def _order_of_copy(last: Path) -> tuple[int, int]:
     try:
         progress = read_progress(last)
-        return int(progress.step), int(progress.stage)
-    except (CheckpointError, TypeError, ValueError):
+        return progress.step, progress.stage
+    except CheckpointError:
         return -1, -1
 
 
@@ -274,18 +278,27 @@ def remove_others(folder: Path, newest: Path) -> None:
     """
     found = [path for path in checkpoints(folder) if path.name != LAST]
     recent = [path for path in found if _order(path) <= _order(newest)][:RETAINED]
-    best_steps = [read_progress(path).best for path in recent]
-    best = [_checkpoint_of_step(folder, point["step"]) for point in best_steps if point is not None]
+    best = [_best_at(folder, path) for path in recent]
     for path in found:
         if path in recent:
             continue
         if path in best:
-            (path / TRAINING).unlink(missing_ok=True)
+            with suppress(OSError):
+                (path / TRAINING).unlink(missing_ok=True)
         elif (path / MANIFEST).is_file() or (path / PROGRESS).is_file():
             shutil.rmtree(path, ignore_errors=True)
     for path in (folder / CHECKPOINTS).glob(".*.tmp"):  # of a killed process, maybe on another machine
         if is_temporary(path.name) and _is_folder(path):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _best_at(folder: Path, checkpoint: Path) -> Path | None:
+    """The best checkpoint when `checkpoint` was written; None where there was none or that cannot be read."""
+    try:
+        best = read_progress(checkpoint).best
+    except CheckpointError:
+        return None
+    return None if best is None else _checkpoint_of_step(folder, best["step"])
 
 
 def model_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -297,7 +297,7 @@ class Trainer:
         folder = self.folder
         with self._write_errors(folder):
             self._lock.acquire()
-        self.last = last = saved.newest_whole(folder, self.display.print)
+            self.last = last = saved.newest_whole(folder, self.display.print)
         if last is None:
             self._check_never_saved()
             self.display.print(f"no checkpoint was written yet in {folder}: the run starts at step 0")

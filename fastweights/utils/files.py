@@ -192,7 +192,8 @@ class FileLock:
             LockedError: Another process holds it. The message has the number of that process.
             OSError: The file cannot be written.
         """
-        file = self.path.open("a+")
+        handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)  # a link could point anywhere
+        file = os.fdopen(handle, "r+")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -204,10 +205,10 @@ class FileLock:
             if error.errno not in (errno.ENOLCK, *_UNSUPPORTED):  # a file system without locks
                 file.close()
                 raise
+        self._file = file
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
-        self._file = file
 
     def __enter__(self) -> FileLock:
         return self

@@ -152,6 +152,14 @@ def test_lock_names_its_holder_and_is_released(tmp_path: Path) -> None:
         lock.acquire()
 
 
+def test_lock_does_not_follow_links(tmp_path: Path) -> None:
+    write_text(tmp_path / "other", "x")
+    (tmp_path / "lock").symlink_to("other")
+    with pytest.raises(OSError, match="symbolic links"):
+        FileLock(tmp_path / "lock").acquire()
+    assert (tmp_path / "other").read_text() == "x"
+
+
 def test_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
     take = "from fastweights.utils.files import FileLock; import pathlib, sys, time; "
     take += "lock = FileLock(pathlib.Path(sys.argv[1])); lock.acquire(); print(flush=True); time.sleep(60)"
