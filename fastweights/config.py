@@ -15,7 +15,7 @@ from fastweights.utils.settings import check_names, check_settings, setting, set
 MODEL_TYPE_PREFIX = "fastweights_"
 LOCAL = "local"
 DEFAULT_LOCAL_WINDOW = 32
-LARGEST_M, LARGEST_SEED = 2**16, 2**31
+LARGEST_M, LARGEST_WINDOW, LARGEST_LENGTH, LARGEST_SEED = 2**16, 2**20, 2**31, 2**31
 
 RULES = ("decay", "gated", "delta", "add", LOCAL)
 FEATURE_MAPS = ("none", "relu", "elu", "dpfp", "favor+", "rfa")
@@ -69,6 +69,7 @@ class FastWeightsConfig:
         "Tokens in the softmax window that is mixed with the state, 0 for no window; by default 0 "
         f"({DEFAULT_LOCAL_WINDOW} for the local rule, which is the window alone).",
         ge=0,
+        le=LARGEST_WINDOW,
     )
     output_norm: bool = setting(False, "Apply an RMS norm to the output of each head.")
     rotary: str = setting(
@@ -80,7 +81,7 @@ class FastWeightsConfig:
     layers: tuple[int, ...] | None = setting(
         None, "Layers to convert, counted from 0; the others remain attention. By default all layers."
     )
-    train_length: int = setting(1024, "Longest memory of log gates, in tokens.", ge=1)
+    train_length: int = setting(1024, "Longest memory of log gates, in tokens.", ge=1, le=LARGEST_LENGTH)
     positions: str = setting(
         "error",
         "What to do beyond the end of a learned position table (GPT-2, OPT): raise an error, or clamp "

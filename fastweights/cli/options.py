@@ -84,11 +84,16 @@ def _fail(message: str, exit_code: int, error: Exception) -> None:
 
 @contextmanager
 def given_by_set(changes: Iterable[str]) -> Iterator[None]:
-    """Errors about these settings name --set, by which they were given, and not the settings' own flags."""
+    """Errors about these settings name --set, by which they were given, and not the settings' own flags.
+
+    An error without an argument is about a name that only --set can give: a stage's setting or an unknown one.
+    """
     names = set(changes)
     try:
         yield
     except RecipeError as error:
+        if not any(isinstance(part, Argument) for part in error.parts):
+            raise RecipeError("--set: ", *error.parts) from error
         parts = (f"--set {part}" if isinstance(part, Argument) and part in names else part for part in error.parts)
         raise RecipeError(*parts) from error
 

@@ -74,19 +74,20 @@ def decode_cost(
     lengths = sorted(lengths)
     device = next(iter(models.values())).device
     conditions = Conditions(device, timed_tokens, compiled)
-    measured = {n: stretched(model, lengths[-1] + 1) if stretch_positions else model for n, model in models.items()}
-    _check_positions(measured, lengths[0] + 1)
+    if not stretch_positions:
+        _check_positions(models, lengths[0] + 1)
     found = {name: Findings() for name in models}
-    with evaluating(*measured.values()), on(device):
+    with evaluating(*models.values()), on(device):
         for length in track(lengths, "models", enabled=progress):
             fitting = {}
-            for name, model in measured.items():
-                if _fits(model, length + 1):
+            for name, model in models.items():
+                if stretch_positions or _fits(model, length + 1):
                     fitting[name] = functools.partial(_contender, model, length, batch)
                 else:
                     found[name].leave_out(length, f"the position table ends at {position_limit(model)}")
             measure(fitting, length, conditions, found)
-    positions = {name: STRETCHED if measured[name] is not model else None for name, model in models.items()}
+    in_tables = {name: _fits(model, lengths[-1] + 1) for name, model in models.items()}
+    positions = {name: STRETCHED if stretch_positions and not in_tables[name] else None for name in models}
     converted = {name: isinstance(model, FastWeightsMixin) for name, model in models.items()}
     costs = with_crossings([found[name].cost(name, converted[name], positions[name]) for name in models])
     return CostResult(
@@ -135,6 +136,7 @@ def stretched(model: Any, length: int) -> Any:
     table = _position_table(twin)
     with torch.no_grad():
         rows = length + getattr(table, "offset", 0)
+        check_room(rows * table.weight[0].nbytes, model.device)
         weight = table.weight.repeat(math.ceil(rows / table.num_embeddings), 1)[:rows]
     table.weight, table.num_embeddings = nn.Parameter(weight, requires_grad=False), rows
     setattr(twin.config, str(family_of(twin).learned_positions), length)
@@ -198,6 +200,7 @@ def _contender(model: Any, length: int, batch: int) -> Contender:
     The step is the engine's where it supports the model, and otherwise the model's own forward.
     """
     check_room(_needed_bytes(model, length, batch), model.device)
+    model = stretched(model, length + 1)
     cache, token = _cache_after(model, length, batch), _random_tokens(model, batch, 1)
     cached = cached_bytes(cache)
     if isinstance(cache, FastWeightsCache):

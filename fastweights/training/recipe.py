@@ -16,6 +16,8 @@ from fastweights.utils.settings import check_names, check_settings, setting, set
 LOSSES = ("finetune", "transfer", "distill")
 PRECISIONS = ("auto", "float32", "bfloat16")
 FITS = ("none", "scale", "full")
+# Larger values would overflow in the optimizer, need more memory than any machine has, or never end.
+LARGEST_TOKENS, LARGEST_RATE, LARGEST_LORA_RANK = 10**15, 10**6, 2**16
 
 
 class RecipeError(FastWeightsError):
@@ -32,12 +34,18 @@ class Stage:
         "input; distill: divergence from the teacher's next-token distribution.",
         LOSSES,
     )
-    tokens: int = setting(1_000_000, "Tokens to train on.", ge=1)
+    tokens: int = setting(1_000_000, "Tokens to train on.", ge=1, le=LARGEST_TOKENS)
     learning_rate: float = setting(
-        1e-3, "Peak learning rate of the new attention, or of all parameters if no layer is converted.", ge=0
+        1e-3,
+        "Peak learning rate of the new attention, or of all parameters if no layer is converted.",
+        ge=0,
+        le=LARGEST_RATE,
     )
     body_learning_rate: float | None = setting(
-        None, "Peak learning rate of the rest of the model (0 freezes it); by default learning_rate.", ge=0
+        None,
+        "Peak learning rate of the rest of the model (0 freezes it); by default learning_rate.",
+        ge=0,
+        le=LARGEST_RATE,
     )
     warmup: float = setting(
         0.05, "Fraction of the steps of the stage during which the learning rate rises from 0.", ge=0, le=1
@@ -104,7 +112,10 @@ class Recipe:
     compile: bool = setting(False, "Compile the blocks with torch.compile on a GPU: slower to start, faster steps.")
     dropout: bool = setting(False, "Use the dropout of the pretrained model while training.")
     lora: int = setting(
-        0, "Train only LoRA updates of this rank and the new parameters; 0 trains all parameters.", ge=0
+        0,
+        "Train only LoRA updates of this rank and the new parameters; 0 trains all parameters.",
+        ge=0,
+        le=LARGEST_LORA_RANK,
     )
     seed: int = setting(0, "Seed of the order of the data and of dropout.", ge=0, le=LARGEST_SEED)
     validate_every: int = setting(100, "Steps between validations.", ge=1)

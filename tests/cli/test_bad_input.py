@@ -30,7 +30,7 @@ UNDEFINED: dict[str, tuple[dict[str, Any], list[Any], str]] = {
     "unknown map": (dict(feature_map="x"), ["--feature-map", "x"], "feature_map='x' is not known; choose one of none"),
     "m of zero": (dict(m=0), ["--m", 0], "m must be between 1 and 65,536, found 0"),
     "negative m": (dict(m=-4), ["--m", -4], "m must be between 1 and 65,536, found -4"),
-    "negative window": (dict(window=-1), ["--window", -1], "window must be at least 0, found -1"),
+    "negative window": (dict(window=-1), ["--window", -1], "window must be between 0 and 1,048,576, found -1"),
     "local without a window": (
         dict(rule="local", window=0),
         ["--rule", "local", "--window", 0],

@@ -58,6 +58,14 @@ def test_recipe_setting_is_named_as_it_was_given(tmp_path: Path, given: str) -> 
     assert message.startswith(named), message
 
 
+@pytest.mark.parametrize("change", ["finetune.tokens=x", "finetune.token=1", "distill.tokens=1", "color=1", "stages=1"])
+def test_set_is_named_in_errors_about_stages_and_unknown_settings(tmp_path: Path, change: str) -> None:
+    message = error_of(
+        "train", tmp_path, "--data", "x", "-o", tmp_path / "out", "--recipe", "finetune", "--set", change
+    )
+    assert message.startswith("--set: ") and change.partition("=")[0] in message, message
+
+
 def test_damaged_config_is_not_blamed_on_a_flag(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", m=4)
     config = folder / "config.json"

@@ -222,6 +222,14 @@ def test_lengths_past_a_position_table_are_left_out_unless_stretched(family: str
     assert long * 90 == short * 250
 
 
+def test_length_whose_stretched_table_does_not_fit_into_memory_is_left_out() -> None:
+    result = cost({"base": pretrained("gpt2"), "decay": converted("gpt2")}, (4, 10**14), stretch_positions=True)
+    for entry in result.models:
+        assert [point.length for point in entry.points] == [4]
+        assert [left_out.length for left_out in entry.left_out] == [10**14]
+        assert entry.left_out[0].reason.startswith("out of memory: ")
+
+
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
 def test_stretched_model_equals_the_model_within_its_table(family: str) -> None:
     model = pretrained(family)

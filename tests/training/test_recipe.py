@@ -74,12 +74,19 @@ def test_steps_and_rows_follow_tokens_and_lengths() -> None:
         ("stages: [{tokens: 1.5}]", "stages[0].tokens must be a whole number, found 1.5"),
         ("stages: [{tokens: true}]", "stages[0].tokens must be a whole number, found True"),
         ("stages: [{learning_rate: [1]}]", "stages[0].learning_rate must be a number, found [1]"),
-        ("stages: [{learning_rate: -1}]", "stages[0].learning_rate must be at least 0, found -1"),
-        ("stages: [{learning_rate: .nan}]", "stages[0].learning_rate must be at least 0, found nan"),
+        ("stages: [{learning_rate: -1}]", "stages[0].learning_rate must be between 0 and 1,000,000, found -1"),
+        ("stages: [{learning_rate: .nan}]", "stages[0].learning_rate must be between 0 and 1,000,000, found nan"),
+        ("stages: [{learning_rate: 1e40}]", "stages[0].learning_rate must be between 0 and 1,000,000, found 1"),
+        (
+            "stages: [{body_learning_rate: .inf}]",
+            "stages[0].body_learning_rate must be between 0 and 1,000,000, found inf",
+        ),
+        ("stages: [{tokens: 1e22}]", "stages[0].tokens must be between 1 and 1,000,000,000,000,000, found 1"),
+        ("lora: 999_999_999", "lora must be between 0 and 65,536, found 999999999"),
         ("stages: [{body_learning_rate: x}]", "stages[0].body_learning_rate must be a number or empty, found 'x'"),
         ("stages: [{loss: gan}]", "stages[0].loss='gan' is not known; choose one of finetune, transfer, distill"),
         ("stages: [{fit: half}]", "stages[0].fit='half' is not known"),
-        ("stages: [{tokens: 0}]", "stages[0].tokens must be at least 1, found 0"),
+        ("stages: [{tokens: 0}]", "stages[0].tokens must be between 1 and 1,000,000,000,000,000, found 0"),
         ("stages: [{warmup: 2}]", "stages[0].warmup must be between 0 and 1, found 2"),
         ("stages: [{final: -0.1}]", "stages[0].final must be between 0 and 1, found -0.1"),
         ("stages: [{temperature: 0}]", "stages[0].temperature must be above 0, found 0"),
@@ -139,7 +146,7 @@ def test_changes_replace_settings_of_recipe_and_stages() -> None:
         ("sead=3", "unknown setting sead"),
         ("distill.token=3", "unknown setting distill.token; known are loss, tokens"),
         ("finetune.tokens=3", "finetune.tokens=3: the recipe has no stage finetune; its stages are transfer, distill"),
-        ("distill.tokens=0", "distill.tokens must be at least 1, found 0"),
+        ("distill.tokens=0", "distill.tokens must be between 1 and 1,000,000,000,000,000, found 0"),
         ("distill.length=1", "distill.length must be at least 2, found 1"),
         ("stages=[]", "stages cannot be changed as a whole"),
         ("length=1", "length must be at least 2, found 1"),
@@ -188,7 +195,7 @@ def test_command_line_errors_name_flags(files: Files) -> None:
     assert refused(files, "--length", 1).startswith("--length must be at least 2")
     assert refused(files, "--batch-tokens", 100).startswith("--batch-tokens must be a multiple of the sequence length")
     assert refused(files, "--precision", "float16").startswith("--precision='float16' is not known")
-    assert refused(files, "--set", "distill.length=1").startswith("distill.length must be at least 2")
+    assert refused(files, "--set", "distill.length=1").startswith("--set: distill.length must be at least 2")
     assert refused(files, "--recipe", "none").startswith("--recipe none: no such recipe")
     assert refused(files, "--device", "cuda").startswith("--device cuda cannot be used here")
     assert "--text-field" in refused(files, "--data", _json_lines(files.folder))
