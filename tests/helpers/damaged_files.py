@@ -399,6 +399,8 @@ def outcome_of(
     except FastWeightsError as error:
         named = any(str(name) in str(error) for name in (kind.file, kind.file.parent))
         return (REFUSED if named else UNNAMED), error
+    except ValueError as error:  # of another library, or one that does not say what is wrong
+        return UNNAMED, error
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
