@@ -28,6 +28,7 @@ def stale_pages(write: bool) -> list[str]:
     """The pages in which something was not up to date."""
     pages = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if is_filled(page)]
     parts = {**speed_tables(), **paper_tables(), "settings": _settings(), "recipes compared": _recipes_compared()}
+    parts["damaged files"] = _damaged_files()
     return [str(page.relative_to(ROOT)) for page in pages if fill_page(page, parts=parts, write=write)]
 
 
@@ -38,6 +39,19 @@ def _settings() -> Table:
         for f in dataclasses.fields(FastWeightsConfig)
     ]
     return Table(["setting", "default", "choices", "meaning"], rows, names=4, name="settings")
+
+
+def _damaged_files() -> Table:
+    """Outcomes of mutated files, now and how many ended badly before."""
+    result = json.loads((ROOT / "results/trust_files.json").read_text())
+    before = {kind["name"]: kind["failures"] for kind in result["before"]["kinds"]}
+    header = ["file", "same result", "other valid value", "refused by name", "bad", "bad before"]
+    outcomes = ("same", "changed", "refused", "failures")
+    rows = [
+        [kind["name"], *(f"{kind[outcome]:,}" for outcome in outcomes), f"{before[kind['name']]:,}"]
+        for kind in result["after"]["kinds"]
+    ]
+    return Table(header, rows, note="From trust_files.json.", name="damaged files")
 
 
 def _curve(run: dict[str, Any]) -> Curve:

@@ -34,10 +34,13 @@ _HUB_QUANTIZATION = ("eetq", "fbgemm_fp8", "fp8", "metal", "mxfp4", "nvfp4")
 # transformers makes lists of so many items while it reads a config, before any tensor could show that they are wrong.
 _MAX_LAYERS, _MAX_LABELS = 1000, 1_000_000
 _LIMITS = dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), _MAX_LAYERS) | {
-    "num_labels": _MAX_LABELS
+    "num_labels": _MAX_LABELS,
+    "window": 2**20,  # of a converted layer, which caches so many keys and values
 }
 # A tensor may hold several quantized elements, and some checkpoints leave out what is tied.
 _ELEMENTS_SLACK, _QUANTIZED_SLACK = 2, 32
+# Buffers, such as causal masks, are in no file.
+_MAX_BUFFERS = 2**28
 _HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "force_download", "proxies")
 
 
@@ -128,30 +131,36 @@ def empty_model(config: Any) -> Any:
 
 
 def check_sizes(folder: str) -> None:
-    """Compare the size of the model that config.json describes with the tensors in a folder's safetensors files.
+    """Compare the size of the model that config.json describes with the tensors in a folder.
 
     Raises:
         CheckpointError: the model would be far larger.
     """
-    files = sorted(Path(folder).glob("*.safetensors"))
-    if not files:
+    if not Path(folder).is_dir() or (Path(folder) / "adapter_config.json").is_file():  # the base is somewhere else
         return
-    elements = tensors = 0
-    for file in files:
-        shapes = tensor_shapes(file)
-        tensors += len(shapes)
-        elements += sum(math.prod(shape) for shape in shapes.values())
+    tensors, elements = _stored(Path(folder))
     config = read_config(folder)
     layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
-    if layers > tensors:
+    if tensors is not None and layers > tensors:
         raise CheckpointError(f"{folder}: {CONFIG} describes {layers:,} layers, and its files hold {tensors:,} tensors")
     model = empty_model(config)
-    described = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
     quantized = getattr(config, "quantization_config", None) is not None
-    if described > elements * (_QUANTIZED_SLACK if quantized else _ELEMENTS_SLACK):
+    limit = elements * (_QUANTIZED_SLACK if quantized else _ELEMENTS_SLACK)
+    parameters, buffers = (sum(x.numel() for x in group) for group in (model.parameters(), model.buffers()))
+    if parameters > limit or buffers > limit + _MAX_BUFFERS:
+        size = f"{parameters:,} parameters and {buffers:,} elements of buffers"
         raise CheckpointError(
-            f"{folder}: {CONFIG} describes a model of {described:,} elements, and its files hold {elements:,}"
+            f"{folder}: {CONFIG} describes a model of {size}, and its files hold {elements:,} elements"
         )
+
+
+def _stored(folder: Path) -> tuple[int | None, int]:
+    """How many tensors and elements the files of a folder hold: of pickles, only a bound of the elements is known."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        return None, sum(file.stat().st_size for file in folder.glob("*.bin"))
+    shapes = [shape for file in files for shape in tensor_shapes(file).values()]
+    return len(shapes), sum(math.prod(shape) for shape in shapes)
 
 
 def tensor_shapes(file: Path) -> dict[str, list[int]]:
