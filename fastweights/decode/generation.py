@@ -143,8 +143,9 @@ def _generate_with_transformers(
         ids = model.generate(prompt_ids, attention_mask=mask, streamer=streamer, trust_remote_code=False, **options)
     except FastWeightsError:
         raise
-    except ValueError as error:  # such as a mode that needs code of the hub
-        raise GenerationError(f"transformers cannot generate with the model's generation_config: {error}") from error
+    except (ValueError, TypeError) as error:  # such as a mode that needs code of the hub
+        place = f"the generation_config of {model.config._name_or_path}"
+        raise GenerationError(f"transformers cannot generate with {place}: {error}") from error
     return ids, cache
 
 
