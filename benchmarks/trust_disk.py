@@ -53,7 +53,7 @@ import fastweights as fw
 from fastweights.training import checkpoint
 from fastweights.utils.provenance import provenance, write_result
 
-PARTS = ("engine", "checkpoint", "folder", "interruptions")
+PARTS = ("engine", "checkpoint", "folder", "interruptions", "mutations")
 MUTATIONS, THREADS, SHARED_RUNS, TIMED = 500, 40, 10, 9
 
 
@@ -65,12 +65,10 @@ def count(outcomes: Iterable[str]) -> dict[str, int]:
 
 
 def interruptions(files: Files, every: int) -> dict[str, Any]:
-    config, folder = short_run(files), files.folder
-    train_in(folder / "expected", config)
-    crash_after(folder / "crashed", config, 3)
+    config, folder, expected = short_run(files), files.folder, files.folder / "expected"
+    train_in(expected, config)
     disk = record_run(config, folder / "recorded")
     scratch = (folder / f"disk {number}" for number in range(10**6))
-    expected, crashed = folder / "expected", folder / "crashed"
     result: dict[str, Any] = {"operations": disk.operations}
     for policy, images in disk.images.items():
         result[policy] = count(
@@ -79,11 +77,17 @@ def interruptions(files: Files, every: int) -> dict[str, Any]:
         print(policy, result[policy], flush=True)
     numbers = range(1, disk.operations + 1, every)
     result["io errors"] = count(outcome_of_error(config, expected, next(scratch), n, n % 2 == 0) for n in numbers)
-    print("io errors", result["io errors"], flush=True)
-    damaged = mutations(crashed, MUTATIONS)[::every]
-    result["mutations"] = count(outcome_of_mutation(config, expected, crashed, next(scratch), *m) for m in damaged)
-    print("mutations", result["mutations"], flush=True)
     return result
+
+
+def damages(files: Files, every: int) -> dict[str, Any]:
+    """Resume a run that crashed in its last step, with a damaged file."""
+    config, expected, crashed = short_run(files), files.folder / "not damaged", files.folder / "crashed"
+    train_in(expected, config)
+    crash_after(crashed, config, 4)
+    scratch = (files.folder / f"damaged {number}" for number in range(10**6))
+    damaged = mutations(crashed, MUTATIONS)[::every]
+    return count(outcome_of_mutation(config, expected, crashed, next(scratch), *mutation) for mutation in damaged)
 
 
 def shared_engine() -> dict[str, int]:
@@ -161,6 +165,7 @@ def main() -> None:
             "checkpoint": lambda: {"checkpoint": checkpoint_seconds(files.folder / "timed")},
             "folder": lambda: {"folder": shared_folder(files)},
             "interruptions": lambda: interruptions(files, options.every),
+            "mutations": lambda: {"mutations": damages(files, options.every)},
         }
         result = {name: value for part in options.only for name, value in measures[part]().items()}
     print(result)
