@@ -53,7 +53,7 @@ import fastweights as fw
 from fastweights.training import checkpoint
 from fastweights.utils.provenance import provenance, write_result
 
-PARTS = ("engine", "checkpoint", "folder", "interruptions", "mutations")
+PARTS = ("engine", "checkpoint", "folder", "interruptions", "mutations", "mutations, two checkpoints")
 MUTATIONS, THREADS, SHARED_RUNS, TIMED = 500, 40, 10, 9
 
 
@@ -80,12 +80,13 @@ def interruptions(files: Files, every: int) -> dict[str, Any]:
     return result
 
 
-def damages(files: Files, every: int) -> dict[str, Any]:
-    """Resume a run that crashed in its last step, with a damaged file."""
-    config, expected, crashed = short_run(files), files.folder / "not damaged", files.folder / "crashed"
+def damages(files: Files, every: int, steps: int) -> dict[str, Any]:
+    """Resume a run that crashed after some steps, with a damaged file. It has checkpoints of steps 2 and 3."""
+    folder = files.folder / f"damaged after {steps}"
+    config, expected, crashed = short_run(files), folder / "not damaged", folder / "crashed"
     train_in(expected, config)
-    crash_after(crashed, config, 4)
-    scratch = (files.folder / f"damaged {number}" for number in range(10**6))
+    crash_after(crashed, config, steps)
+    scratch = (folder / f"damaged {number}" for number in range(10**6))
     damaged = mutations(crashed, MUTATIONS)[::every]
     return count(outcome_of_mutation(config, expected, crashed, next(scratch), *mutation) for mutation in damaged)
 
@@ -165,12 +166,14 @@ def main() -> None:
             "checkpoint": lambda: {"checkpoint": checkpoint_seconds(files.folder / "timed")},
             "folder": lambda: {"folder": shared_folder(files)},
             "interruptions": lambda: interruptions(files, options.every),
-            "mutations": lambda: {"mutations": damages(files, options.every)},
+            "mutations": lambda: {"mutations": damages(files, options.every, 3)},
+            "mutations, two checkpoints": lambda: {"mutations, two checkpoints": damages(files, options.every, 4)},
         }
         result = {name: value for part in options.only for name, value in measures[part]().items()}
     print(result)
     before = json.loads(options.out.read_text()) if options.out.is_file() else {}
-    version = before.get(options.name, {}) | provenance() | result
+    version = before.get(options.name, {}) | result
+    version["commits"] = version.get("commits", {}) | dict.fromkeys(options.only, provenance()["commit"])
     write_result(options.out, before | provenance() | {options.name: version})
 
 
