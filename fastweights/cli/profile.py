@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -85,10 +86,21 @@ def profile(
         compiled=compile,
         notify=notify,
     )
+    _report_left_out(result, notify)
     print_tables(result)
     if output is not None:
         result.write(output)
         typer.echo(_draw_written(output), err=True)
+
+
+def _report_left_out(result: CostResult, notify: Callable[[str], None]) -> None:
+    """Print the lengths that were not measured, and why; an error if none was."""
+    costs = [*result.models, *(result.layer.models if result.layer else ())]
+    lines = [f"{cost.name} after {left.length:,} tokens: {left.reason}" for cost in costs for left in cost.left_out]
+    if not any(cost.points for cost in costs):
+        raise UsageError(f"--lengths: nothing could be measured, give shorter ones; {'; '.join(lines)}")
+    for line in lines:
+        notify(f"left out: {line}")
 
 
 def _load_packaged(dtype: str, device: str) -> dict[str, Any]:

@@ -77,6 +77,14 @@ def test_profile_adds_the_base_of_a_converted_model(models: tuple[Path, Path]) -
     assert "measured without it" in succeed("profile", models[1], "--lengths", "4,8").stderr
 
 
+def test_profile_names_lengths_that_do_not_fit_into_memory(models: tuple[Path, Path]) -> None:
+    lines = succeed("profile", models[1], "--lengths", f"4,{10**14}").stderr
+    assert "after 100,000,000,000,000 tokens: out of memory" in lines
+    refused = run("profile", models[1], "--lengths", 10**14)
+    assert refused.exit_code == 2 and refused.stdout == ""
+    assert "error: --lengths: nothing could be measured" in refused.stderr and "out of memory" in refused.stderr
+
+
 def test_profile_measures_packaged_model_and_layer_by_default(tmp_path: Path) -> None:
     output = succeed("profile", "--lengths", "4,8", "--batch", 2, "-o", tmp_path / "cost.json").stderr
     assert "on cpu: one layer, batch 2, heads 1, d = m = 64, after 4, 8 tokens" in output
@@ -125,7 +133,10 @@ def test_profile_refuses_bad_combinations(layer_result: Path, tmp_path: Path, mo
     assert error(models[0], "--layer") == "--layer is for the layer, and base is a model: give only one of them"
     assert error(models[0], "--heads", 2).startswith("--heads is for the layer")
     assert "--output a.svg is a picture: give a JSON file for the result, such as a.json" in error("-o", "a.svg")
-    assert "--lengths must be at least one text length" in run("profile", "--layer", "--lengths", "0").stderr
+    assert (
+        "--lengths must be at least one length of 1 or more tokens, found [0]"
+        in run("profile", "--layer", "--lengths", "0").stderr
+    )
     assert "nothing to draw: the result has no point" in run("profile", "--from", "empty.json").stderr
 
 
