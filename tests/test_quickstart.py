@@ -35,7 +35,7 @@ def test_quickstart_shows_and_writes_every_step(small: Recipe, tmp_path: Path, m
     result = quickstart.run(folder, Console(file=output, width=120), small)
     text = output.getvalue()
     for name, perplexity in result["perplexity"].items():
-        assert f"{name}" in text and quickstart.figure(perplexity, 2) in text
+        assert f"{name}" in text and quickstart._rounded(perplexity, 2) in text
     assert result["perplexity"]["after conversion"] > 2 * result["perplexity"]["base"]
     assert result["perplexity"]["after training"] < result["perplexity"]["after conversion"]
     assert text.count(quickstart.PROMPT) == 2

@@ -188,7 +188,7 @@ def loading_errors(source: str | os.PathLike, folder: str, what: str = "it canno
     try:
         yield
     except ConfigError as error:
-        raise CheckpointError(f"{source}: {CONFIG}: ", *error.parts) from error
+        raise CheckpointError(f"{source}: {CONFIG}: {error.message()}") from error  # a field is no flag
     except FastWeightsError:
         raise
     except BaseException as error:  # a panic in Rust is no Exception

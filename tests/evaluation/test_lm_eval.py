@@ -271,5 +271,5 @@ def test_missing_lm_eval_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="the evaluation data sets are not beside the repository")
 def test_tasks_run_on_the_real_files() -> None:
-    found = run_tasks(converted(), tokenizer(), list(LOCAL_TASKS), folder=REAL, limit=3)
+    found = run_tasks(converted(), tokenizer(), list(LOCAL_TASKS), task_folder=REAL, limit=3)
     assert all(0 <= found[task]["acc"] <= 1 for task in LOCAL_TASKS)

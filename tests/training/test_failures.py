@@ -72,7 +72,7 @@ def diverged(folder: Path, task: Any) -> dict[str, Any]:
 
 def test_divergence_leaves_a_finite_checkpoint_and_a_result(files: Files, tmp_path: Path) -> None:
     """The checkpoint from before is still there, and finite."""
-    wild = dict(loss="finetune", tokens=50 * STEP, learning_rate=1e30, warmup=0)
+    wild = dict(loss="finetune", tokens=50 * STEP, learning_rate=1e6, warmup=0)
     result = diverged(tmp_path / "run", make_train_config(files, make_recipe((CHAIN[0], wild))))
     assert result["diverged"]["stage"] == 1 and result["diverged"]["step"] >= 6
     assert "loss" in result["diverged"]["reason"]
@@ -81,7 +81,7 @@ def test_divergence_leaves_a_finite_checkpoint_and_a_result(files: Files, tmp_pa
 
 
 def test_diverged_run_exits_with_code_3(files: Files, tmp_path: Path) -> None:
-    wild = make_recipe((dict(loss="finetune", tokens=9 * STEP, learning_rate=1e30, warmup=0),))
+    wild = make_recipe((dict(loss="finetune", tokens=9 * STEP, learning_rate=1e6, warmup=0),))
     result = run(*command(files, tmp_path / "run", wild))
     assert result.exit_code == 3 and "result.json" in result.stderr
     assert json.loads((tmp_path / "run" / "result.json").read_text())["diverged"]
