@@ -215,7 +215,7 @@ def linear_kernel(
                     sum_xx += values.to(tl.float32) * values.to(tl.float32)
             if SUMS == "layer":
                 if TENSOR:
-                    sum_x += matmul(values, tl.full([BLOCK_K, 16], 1.0, values.dtype), OPERAND, PRECISION)
+                    sum_x += matmul(values, tl.full([BLOCK_K, 16], 1.0, tl.float32), OPERAND, PRECISION)
                 else:
                     sum_x += values.to(tl.float32)
             tile = there[None, :] & (at < k)[:, None]
