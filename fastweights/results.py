@@ -312,10 +312,20 @@ class Recall(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CacheSize(Record):
+    """Bytes cached after `tokens` tokens of one sequence: by a converted model, and by its base (keys and values)."""
+
+    tokens: int
+    bytes: int
+    base_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvaluatedModel(Record):
     """A model, and what was measured of it; None where it was not measured.
 
     rule: The update rule, "attention" for a model that is not converted.
+    cache: Of a converted model, computed from its shape.
     tasks: The metrics of each lm-eval task.
     """
 
@@ -325,6 +335,7 @@ class EvaluatedModel(Record):
     dtype: str | None = None
     rule: str
     state_bytes: int
+    cache: list[CacheSize] | None = None
     settings: dict[str, Any] | None = None
     perplexity: list[PerplexityRow] | None = None
     by_position: list[PositionBucket] | None = None

@@ -14,7 +14,7 @@ from fastweights.evaluation.perplexity import check_windows, perplexity, perplex
 from fastweights.evaluation.recall import ordinary_tokens, recall_probe
 from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.description import describe
-from fastweights.results import EvaluatedModel, EvaluationResult
+from fastweights.results import CacheSize, EvaluatedModel, EvaluationResult
 from fastweights.utils.errors import Argument, error_context
 
 Measure = Callable[[Any, Any], Any]
@@ -137,6 +137,7 @@ def _facts(model: Any) -> dict[str, Any]:
     }
     if not isinstance(model, FastWeightsMixin):
         return facts | {"converted": False, "rule": "attention", "state_bytes": 0}
-    settings = model.config.fastweights
-    state = describe(model).state_bytes
-    return facts | {"converted": True, "rule": settings["rule"], "state_bytes": state, "settings": settings}
+    settings, described = model.config.fastweights, describe(model)
+    cache = [CacheSize(tokens=use.tokens, bytes=use.here, base_bytes=use.attention) for use in described.memory]
+    facts |= {"state_bytes": described.state_bytes, "cache": cache}
+    return facts | {"converted": True, "rule": settings["rule"], "settings": settings}

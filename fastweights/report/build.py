@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fastweights.report.comparison import comparison_plots, comparison_tables, comparisons, table_of
-from fastweights.report.cost import cost_plots, cost_tables, winnings
+from fastweights.report.cost import cache_tables, cost_plots, cost_tables, winnings
 from fastweights.report.page import Bullets, Page, Section, Table, to_html, to_markdown
 from fastweights.report.plots import draw
 from fastweights.report.quality import (
@@ -113,6 +113,7 @@ def sections_of(results: Sequence[LoadedResult]) -> list[Section]:
         Section("Quality", [*model_tables(models), *position_plots(models), *position_tables(models)]),
         Section("Recall", [*recall_plots(models), *recall_tables(models)]),
         Section("Tasks", task_tables(models)),
+        Section("Memory of one sequence", cache_tables(models)),
         Section(
             "Cost of one more token",
             [
@@ -134,7 +135,8 @@ def tables_of(result: Result) -> list[Table]:
     if isinstance(result, CostResult):
         return [table for entry in costs_in(loaded) for table in cost_tables(entry)]
     models = models_in(loaded)
-    return [*model_tables(models), *position_tables(models), *recall_tables(models), *task_tables(models)]
+    quality = [*model_tables(models), *position_tables(models), *recall_tables(models), *task_tables(models)]
+    return [*quality, *cache_tables(models)]
 
 
 def provenance_table(results: Sequence[LoadedResult]) -> Table:

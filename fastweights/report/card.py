@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fastweights.config import LOCAL
 from fastweights.report.build import provenance_table, write_page
 from fastweights.report.cost import winnings
 from fastweights.report.page import Block, Bullets, Code, Page, Section, Table, Text, to_markdown
@@ -24,8 +25,9 @@ from fastweights.report.results import (
     read_results,
     runs_in,
 )
-from fastweights.report.text import bytes_text, whole
+from fastweights.report.text import bytes_text, count_text, percent_text, whole
 from fastweights.report.training import outcomes, training_tables
+from fastweights.training.checkpoint import CHECKPOINTS
 from fastweights.utils.parsing import read_json
 
 if TYPE_CHECKING:
@@ -40,6 +42,23 @@ CITATION = """@inproceedings{mao-2022-fine,
   booktitle = {Proceedings of the 2022 Conference on Empirical Methods in Natural Language Processing},
   year = {2022}
 }"""
+INSTALL = (
+    "The model needs Python 3.11 or newer and the package fastweights. The package is not on PyPI: install it from a "
+    "checkout of its repository."
+)
+INSTALL_COMMAND = "pip install -c constraints.txt -e .    # in the checkout"
+USAGE = """import fastweights  # before the model is loaded: it makes the model known to transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+path = {path}  # the folder of this card, seen from where you are, or the model's id on the hub
+model = AutoModelForCausalLM.from_pretrained(path)
+tokenizer = AutoTokenizer.from_pretrained({tokenizer})
+inputs = tokenizer("Fast weights are", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=20)[0], skip_special_tokens=True))"""
+UNKNOWN_QUALITY = (
+    "The quality of this model was not measured when this card was written. A converted model generates nonsense until "
+    "it is trained."
+)
 LIMITS = (
     "A state of fixed size forgets. What an attention model can look up word for word, however far back, this model "
     "may not be able to recall: names, numbers and quotations from early in a long text first of all.",
@@ -58,16 +77,25 @@ def model_card(
     the base only where a result does so by such an id."""
     from huggingface_hub import ModelCardData
 
-    found = read_results(results)
-    base_name = base_name or _hub_id_in(found) or _hub_id_of(Path(model_folder))
+    from fastweights.modeling.description import describe_folder
+
+    folder, found = Path(model_folder), read_results(results)
+    described = describe_folder(folder)
+    if described.settings is None:
+        raise ReportError(f"{folder} holds a model that is not converted: a card is written for converted ones")
+    source = _source_of(folder)
+    hub_id = base_name or _hub_id_in(found) or (source if _is_hub_id(source) else None)
     about = ModelCardData(
-        library_name="transformers",
+        # Not transformers: the hub would show code that loads the model without `import fastweights`.
+        library_name="fastweights",
         pipeline_tag="text-generation",
-        tags=["fastweights", "linear-attention"],
-        base_model=base_name,
+        tags=["fastweights", "linear-attention", described.settings.rule],
+        base_model=hub_id,
         license=license,
     )
-    page = Page(_name(Path(model_folder)), _card_sections(found, Path(model_folder), base_name))
+    base = _plain_name(hub_id or source)
+    title = f"{base or _folder_name(folder)}, {_kind(described)}"
+    page = Page(title, _card_sections(found, folder, described, hub_id, base))
     return f"---\n{about.to_yaml()}\n---\n{MARK}\n\n{to_markdown(page)}"
 
 
@@ -94,33 +122,52 @@ def _hub_id_in(results: Sequence[LoadedResult]) -> str | None:
     return next((name for name in ids if not Path(name).exists()), None)
 
 
-def _hub_id_of(folder: Path) -> str | None:
-    """The model it was converted from, where that is one of the hub's."""
-    try:
-        config = read_json(folder / "config.json")
-    except (OSError, ValueError):
-        return None
-    name = config.get("fastweights_base") if isinstance(config, dict) else None
-    is_hub_id = isinstance(name, str) and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not Path(name).exists()
-    return name if is_hub_id else None
+def _source_of(folder: Path) -> str:
+    """The model it was converted from: a hub id, a path, or nothing."""
+    name = read_json(folder / "config.json").get("fastweights_base")
+    return name if isinstance(name, str) else ""
 
 
-def _name(folder: Path) -> str:
-    """A model's name: of a training run's `best` or `last`, the run's."""
+def _is_hub_id(name: str) -> bool:
+    return bool(re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)) and not Path(name).exists()
+
+
+def _plain_name(source: str) -> str:
+    """The name of a model without its owner or folder; of a GGUF file without its quantization."""
+    path = Path(source)
+    if path.parent.name == CHECKPOINTS:  # `best` of a training run is a link to such a folder
+        return path.parent.parent.name
+    return re.sub(r"[.-](I?Q\d\w*|B?F16|F32)$", "", path.stem, flags=re.I) if path.suffix == ".gguf" else path.name
+
+
+def _folder_name(folder: Path) -> str:
+    """The name of a folder; of a training run's `best` or `last`, the run's."""
     folder = folder.absolute()
     return folder.parent.name if folder.is_symlink() else folder.name
 
 
-def _card_sections(results: Sequence[LoadedResult], folder: Path, base_name: str | None) -> list[Section]:
-    from fastweights.modeling.description import describe_folder, summarize
+def _kind(described: Description) -> str:
+    """What the layers are now, in a few words."""
+    hybrid = len(described.converted) < described.layers
+    return _rule(described) + (f" in {len(described.converted)} of {described.layers} layers" if hybrid else "")
 
-    described = describe_folder(folder)
-    if described.settings is None:
-        raise ReportError(f"{folder} holds a model that is not converted: a card is written for converted ones")
+
+def _rule(described: Description) -> str:
+    assert described.settings is not None
+    rule = described.settings.rule
+    return "local attention" if rule == LOCAL else f"{rule} fast weights"
+
+
+def _card_sections(
+    results: Sequence[LoadedResult], folder: Path, described: Description, hub_id: str | None, base: str
+) -> list[Section]:
+    from fastweights.modeling.description import summarize
+
     settings = Table(["setting", "value"], list(summarize(described).items()), names=2)
     return [
-        Section("What it is", _what_it_is(described, base_name)),
-        Section("How to load it", [Code("python", _loading(folder))]),
+        Section("What it is", _what_it_is(described, hub_id or base)),
+        Section("What was lost and won", _lost_and_won(results, described)),
+        Section("How to use it", [Text(INSTALL), Code("sh", INSTALL_COMMAND), _usage(folder, hub_id)]),
         Section("Settings", [settings]),
         *_measured(results),
         Section("Limits", [Bullets(LIMITS), *recall_tables(models_in(results))]),
@@ -128,42 +175,46 @@ def _card_sections(results: Sequence[LoadedResult], folder: Path, base_name: str
     ]
 
 
-def _what_it_is(described: Description, base_name: str | None) -> list[Block]:
-    made_from = f" made from {base_name}" if base_name else ""
+def _what_it_is(described: Description, base: str) -> list[Block]:
+    made_from = f" made from {base}" if base else ""
     words = (
         f"A {described.family} model{made_from}: in {len(described.converted)} of its {described.layers} layers "
-        "softmax attention was replaced by fast weights with the library fastweights. Such a layer has a state of "
-        "fixed size instead of keys and values of every token, so that a new token costs it the same time and memory, "
-        "however long the context."
+        f"softmax attention was replaced by {_rule(described)} with the library fastweights. Such a layer caches a "
+        "fixed number of bytes instead of the keys and values of every token, so that a new token costs it the same "
+        "time and memory, however long the context is."
     )
+    return [Text(words)]
+
+
+def _lost_and_won(results: Sequence[LoadedResult], described: Description) -> list[Block]:
+    """Quality against the base, as far as the results say, then size and memory, which follow from the shape."""
+    models = models_in(results)
+    lost = [*losses(models), *outcomes(runs_in(results))] or [UNKNOWN_QUALITY]
+    share = percent_text(described.added_parameters / described.base_parameters, 0)
+    lost.append(f"It has {count_text(described.parameters)} parameters, {share} more than its base.")
     rows = [[whole(m.tokens), bytes_text(m.here), bytes_text(m.attention)] for m in described.memory]
-    return [Text(words), Table(["tokens", "cache of this model", "KV cache of the base model"], rows, names=0)]
+    memory = Table(["tokens", "cache of this model", "KV cache of the base model"], rows, names=0)
+    return [Bullets(lost, "Lost"), *_bullets(winnings(models, costs_in(results)), "Won"), memory]
 
 
-def _loading(folder: Path) -> str:
-    name = json.dumps(_name(folder))
-    return f"""import fastweights  # first: it makes the model known to transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained({name})
-tokenizer = AutoTokenizer.from_pretrained({name})
-inputs = tokenizer("Fast weights are", return_tensors="pt")
-print(tokenizer.decode(model.generate(**inputs, max_new_tokens=20)[0]))"""
+def _usage(folder: Path, hub_id: str | None) -> Code:
+    """Code that runs where the folder of the model is."""
+    name = Path(os.path.abspath(folder)).name
+    has_tokenizer = any(folder.glob("*tokenizer*"))
+    tokenizer = "path" if has_tokenizer else json.dumps(hub_id or "the base model, whose tokenizer this model has")
+    return Code("python", USAGE.format(path=json.dumps(name), tokenizer=tokenizer))
 
 
 def _measured(results: Sequence[LoadedResult]) -> list[Section]:
-    models, runs = models_in(results), runs_in(results)
-    words = _bullets([*losses(models), *winnings(models, costs_in(results))])
-    quality: list[Block] = [*words, *model_tables(models), *task_tables(models)]
-    training: list[Block] = [*_bullets(outcomes(runs)), *training_tables(runs)]
+    models = models_in(results)
     sections = [
-        Section("Results", quality),
-        Section("Training", training),
+        Section("Results", [*model_tables(models), *task_tables(models)]),
+        Section("Training", training_tables(runs_in(results))),
         Section("Ranking of layers", ranking_tables(rankings_in(results))),
         Section("Where the numbers come from", [provenance_table(results)] if results else []),
     ]
     return [section for section in sections if section.blocks]
 
 
-def _bullets(lines: Sequence[str]) -> list[Bullets]:
-    return [Bullets(lines)] if lines else []
+def _bullets(lines: Sequence[str], lead: str) -> list[Bullets]:
+    return [Bullets(lines, lead)] if lines else []

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastweights.report.page import Block, Table
-from fastweights.report.parts import color_of, plot, table
+from fastweights.report.parts import Columns, Place, color_of, pivot, plot, table
 from fastweights.report.plots import Line, Panel, Point
 from fastweights.report.results import CostEntry, ModelEntry
 from fastweights.report.text import bytes_text, finite, ratio, seconds_text, times_text, whole
-from fastweights.results import CostResult, ModelCost
+from fastweights.results import CacheSize, CostResult, ModelCost
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,38 @@ def winnings(models: Sequence[ModelEntry], costs: Sequence[CostEntry]) -> list[s
     lines = [line for entry in costs for model in _others(entry.cost) for line in _cost_words(entry.cost, model)]
     measured = {model.name for entry in costs for model in entry.cost.models}
     others = [entry for entry in models if entry.converted and entry.model.name not in measured]
-    return lines + [
-        f"{entry.label} has a state of {bytes_text(entry.model.state_bytes)}, however long the context is."
-        for entry in others
-        if entry.model.state_bytes
-    ]
+    return lines + [words for entry in others if (words := _cache_words(entry))]
+
+
+def _cache_words(entry: ModelEntry) -> str:
+    """What a model caches and what its base would, where its cost was not measured."""
+    cache = entry.model.cache
+    if not cache:  # results of earlier versions have the state alone
+        state = entry.model.state_bytes
+        return f"{entry.label} has a state of {bytes_text(state)}, however long the context is." if state else ""
+    constant = len({size.bytes for size in cache}) == 1
+    own = f"{bytes_text(cache[0].bytes)}, however long the context is" if constant else _at_ends(cache, "bytes")
+    return f"{entry.label} caches {own}; its base caches {_at_ends(cache, 'base_bytes')}."
+
+
+def _at_ends(cache: Sequence[CacheSize], key: str) -> str:
+    ends = cache[0], cache[-1]
+    return " and ".join(f"{bytes_text(getattr(size, key))} after {whole(size.tokens)} tokens" for size in ends)
+
+
+def cache_tables(models: Sequence[ModelEntry]) -> list[Table]:
+    """A table of what converted models cache, and of the KV cache of their base, by length."""
+    measured = [entry for entry in models if entry.model.cache]
+    columns: Columns = {entry.label: _cache_cells(entry, "bytes") for entry in measured}
+    for entry in measured:
+        cells = _cache_cells(entry, "base_bytes")
+        if cells not in columns.values():  # most models of a report have one base
+            columns[f"KV cache of the base of {entry.label}"] = cells
+    return pivot("cache", ["cache after: tokens"], columns, measured)
+
+
+def _cache_cells(entry: ModelEntry, key: str) -> dict[Place, str]:
+    return {(size.tokens,): bytes_text(getattr(size, key)) for size in entry.model.cache or ()}
 
 
 def _cost_words(cost: CostResult, model: ModelCost) -> Iterator[str]:

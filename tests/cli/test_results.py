@@ -11,7 +11,6 @@ from helpers.cli import error_of, run, save_model, succeed
 from helpers.sample_results import COST, EVALUATION, svg_texts, write
 
 from fastweights.cli.options import check_output
-from fastweights.report import model_card
 
 TEXT = "A quick brown fox jumps over the lazy dog. Why\n" * 20
 
@@ -147,13 +146,6 @@ def test_profile_without_matplotlib_writes_the_result(tmp_path: Path, monkeypatc
     assert f"pip install 'fastweights[plot]', then fastweights profile --from {target}" in output
     assert [p.name for p in tmp_path.iterdir()] == ["layer.json"]
     assert "pip install 'fastweights[plot]'" in run("profile", "--from", target).stderr
-
-
-def test_card_of_a_run_is_named_after_the_run(models: tuple[Path, Path]) -> None:
-    Path("smol").mkdir()
-    Path("smol/best").symlink_to(models[1])
-    card = model_card([], "smol/best")
-    assert "\n# smol\n" in card and 'from_pretrained("smol")' in card
 
 
 def test_malformed_lengths_name_the_flag(models: tuple[Path, Path]) -> None:

@@ -15,6 +15,7 @@ from fastweights.conversion import convert
 from fastweights.evaluation.forward import EvaluationError
 from fastweights.evaluation.perplexity import perplexity
 from fastweights.evaluation.suite import evaluate
+from fastweights.modeling.description import describe
 from fastweights.results import EvaluationResult
 
 TEXT = "".join(CHARACTERS[i] for i in torch.randint(0, 55, (150,), generator=torch.Generator().manual_seed(3)))
@@ -36,6 +37,10 @@ def test_evaluate_returns_all_measures_of_all_models() -> None:
     assert (decay.name, decay.converted, decay.rule) == ("decay", True, "decay")
     assert (base.dtype, decay.dtype) == ("bfloat16", "float32")
     assert decay.state_bytes == 2 * 4 * 8 * 4 * 4
+    assert base.cache is None
+    assert [(size.tokens, size.bytes, size.base_bytes) for size in decay.cache] == [
+        (use.tokens, use.here, use.attention) for use in describe(models["decay"][0]).memory
+    ]
     assert decay.parameters == sum(p.numel() for p in models["decay"][0].parameters())
     assert [(row.data, row.context) for row in decay.perplexity] == [
         ("one", 0),

@@ -20,6 +20,12 @@ PROVENANCE = {
 }
 
 
+CACHE = [
+    {"tokens": 1024, "bytes": 2_211_840, "base_bytes": 47_185_920},
+    {"tokens": 65536, "bytes": 2_211_840, "base_bytes": 3_019_898_880},
+]
+
+
 def evaluated(name: str, converted: bool, factor: float) -> dict[str, Any]:
     return {
         "name": name,
@@ -27,6 +33,7 @@ def evaluated(name: str, converted: bool, factor: float) -> dict[str, Any]:
         "converted": converted,
         "rule": "decay" if converted else "attention",
         "state_bytes": 2_211_840 if converted else 0,
+        **({"cache": CACHE} if converted else {}),
         "perplexity": [
             {"data": "wiki", "length": 1024, "context": 0, "tokens": 5000, "token": 20.0 * factor, "word": 31.5}
             | {"bits_per_byte": 0.8125 * factor},

@@ -106,7 +106,7 @@ def test_every_table_and_plot_has_a_name(tmp_path: Path) -> None:
     tables = ["models", "perplexity", "position", "recall pairs", "recall copy", "tasks", "cost", "cost 2", "cost 3"]
     plots = ["position", "recall pairs", "recall copy", "seconds", "bytes", "seconds 2", "seconds 3", "bytes 3"]
     plots += ["loss", "validation", "Table 2", "ranking"]
-    tables += ["ranking", "ranking chosen"]
+    tables += ["cache", "ranking", "ranking chosen"]
     assert set(names) == {*tables, "runs", "stages", "provenance", "Table 2", *(f"{name} plot" for name in plots)}
     for name in names:
         page.write_text(f"<!-- report: {name} -->\n<!-- end -->")

@@ -99,6 +99,37 @@ def test_cost_section_shows_the_values_of_the_result(tmp_path: Path) -> None:
     assert "From cost.json. The position table of gpt2 was repeated for timing." in cost
 
 
+def test_memory_is_compared_with_the_kv_cache_of_the_base(tmp_path: Path) -> None:
+    markdown, _ = report(tmp_path, {"eval": EVALUATION})
+    rows = table(section(markdown, "Memory of one sequence"), "KV cache of the base of gpt2-decay")
+    assert [tuple(row.values()) for row in rows] == [("1,024", "2.2 MB", "47.2 MB"), ("65,536", "2.2 MB", "3.0 GB")]
+    own = "gpt2-decay caches 2.2 MB, however long the context is"
+    assert f"{own}; its base caches 47.2 MB after 1,024 tokens and 3.0 GB after 65,536 tokens." in markdown
+
+
+def test_memory_of_a_hybrid_grows(tmp_path: Path) -> None:
+    """Its attention layers have a KV cache: a report must not say that its memory is constant."""
+    hybrid = copy.deepcopy(EVALUATION)
+    hybrid["models"][1]["cache"][1]["bytes"] = 82_000_000
+    summary = section(report(tmp_path, {"eval": hybrid})[0], "Summary")
+    assert "gpt2-decay caches 2.2 MB after 1,024 tokens and 82.0 MB after 65,536 tokens;" in summary
+    assert "however long" not in summary
+
+
+def test_models_of_different_bases_each_have_their_kv_cache(tmp_path: Path) -> None:
+    several = copy.deepcopy(EVALUATION)
+    small, same = ({**several["models"][1], "name": name} for name in ("small", "same"))
+    small["cache"] = [size | {"base_bytes": size["base_bytes"] // 2} for size in small["cache"]]
+    several["models"] += [small, same]
+    row = table(report(tmp_path, {"eval": several})[0], "cache after: tokens")[0]
+    assert row == {
+        "cache after: tokens": "1,024",
+        **dict.fromkeys(("gpt2-decay", "small", "same"), "2.2 MB"),
+        "KV cache of the base of gpt2-decay": "47.2 MB",
+        "KV cache of the base of small": "23.6 MB",
+    }
+
+
 def test_training_section_shows_the_values_of_the_result(tmp_path: Path) -> None:
     markdown, _ = report(tmp_path, ALL)
     training = section(markdown, "Training")
@@ -273,7 +304,7 @@ def test_one_result_alone_makes_a_report(tmp_path: Path, name: str) -> None:
     markdown, html = report(tmp_path, {name: ALL[name]})
     titles = re.findall(r"^## (.*)$", markdown, re.MULTILINE)
     own = {
-        "eval": ["Quality", "Recall", "Tasks"],
+        "eval": ["Quality", "Recall", "Tasks", "Memory of one sequence"],
         "cost": ["Cost of one more token"],
         "train": ["Training"],
         "rank": ["Ranking of layers"],
@@ -284,8 +315,12 @@ def test_one_result_alone_makes_a_report(tmp_path: Path, name: str) -> None:
     assert Page(html).tags.count("h2") == len(titles)
 
 
-def test_state_size_is_a_gain_where_no_cost_was_measured(tmp_path: Path) -> None:
-    assert "gpt2-decay has a state of 2.2 MB, however long the context is." in report(tmp_path, {"eval": EVALUATION})[0]
+def test_results_of_earlier_versions_have_the_size_of_the_state_alone(tmp_path: Path) -> None:
+    earlier = copy.deepcopy(EVALUATION)
+    del earlier["models"][1]["cache"]
+    markdown, _ = report(tmp_path, {"eval": earlier})
+    assert "gpt2-decay has a state of 2.2 MB, however long the context is." in markdown
+    assert not section(markdown, "Memory of one sequence")
 
 
 def _without(value: Any, lost: str) -> Any:
