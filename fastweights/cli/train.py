@@ -47,7 +47,7 @@ def train(
     parent: Annotated[int | None, typer.Option(hidden=True, help="Stop when this process has ended.")] = None,
     context: typer.Context = None,  # type: ignore[assignment]
 ) -> None:
-    """Train a converted model back to its old quality. --resume continues an interrupted run."""
+    """Train a converted model until it is close to its base. --resume continues an interrupted run."""
     from transformers.utils import logging
 
     from fastweights.training.recipe import change as changed
