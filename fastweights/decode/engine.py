@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from fastweights.config import ConfigError, is_whole
 from fastweights.decode.model import ForwardDecodeModel, UnsupportedModel, make_decode_model
 from fastweights.decode.sampler import GREEDY, Sampler, SamplerMode
 from fastweights.decode.sampling import Sampling
+from fastweights.decode.text import TextDecoder, encode
 from fastweights.modeling.cache import FastWeightsCache
 from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.modes import evaluating
@@ -31,10 +32,12 @@ PREFILL_CHUNK = 1024
 # A progress bar is shown for prompts of more chunks than this.
 MIN_CHUNKS_SHOWN = 8
 WARM_UP_STEPS = 3
+# A prompt: its token ids [T], or its text.
+Prompt = Tensor | Sequence[int] | str
 
 
 class EngineBusy(FastWeightsError):
-    """An engine was called while it generates: by another thread, or by its own `on_token`."""
+    """An engine was called while it generates: by another thread, by its own `on_token`, or before a stream ended."""
 
 
 class GenerationError(FastWeightsError):
@@ -84,6 +87,23 @@ def prefill(
     return out.logits[:, -1], state
 
 
+FinishReason = Literal["stop", "length"]
+
+
+class StreamedToken(NamedTuple):
+    """A new token of a stream."""
+
+    prompt: int
+    """Index of the prompt that the token continues."""
+    token: int
+    """Id of the token."""
+    text: str
+    """The text that the token completes: empty inside a character and for special tokens, or without a tokenizer."""
+    finish_reason: FinishReason | None
+    """Why this is the last token of its sequence: "stop" for a stop token, "length" for `max_new_tokens`. None if the
+    sequence continues."""
+
+
 @dataclass
 class _Sequence:
     """A sequence to generate: prompt [T], and the new tokens so far."""
@@ -94,6 +114,20 @@ class _Sequence:
     seed: int
     state: FastWeightsCache | None
     new_tokens: list[int] = field(default_factory=list)
+
+    def finish_reason(self, stops: set[int]) -> FinishReason | None:
+        if self.new_tokens[-1] in stops:
+            return "stop"
+        return "length" if len(self.new_tokens) == self.max_new_tokens else None
+
+
+@dataclass
+class _Job:
+    """The sequences of one call, the tokens that end them, and what the sampler does for them."""
+
+    sequences: list[_Sequence]
+    stops: set[int]
+    mode: SamplerMode
 
 
 class Engine:
@@ -112,6 +146,7 @@ class Engine:
         kernels: Whether to use the Triton kernels; by default if they are supported.
         max_length: Length of the longest sequence in tokens, prompt included. Required if some layers remain
             attention: each slot then reserves keys and values for this many tokens.
+        tokenizer: The model's tokenizer. With it, prompts can be strings, and `stream` returns text.
 
     Raises:
         ConfigError: The model is not converted, or an argument is wrong or cannot be used here.
@@ -127,6 +162,7 @@ class Engine:
         prefill_chunk: int = PREFILL_CHUNK,
         kernels: bool | None = None,
         max_length: int | None = None,
+        tokenizer: Any = None,
     ) -> None:
         _check_at_least_one("batch_size", batch_size)
         _check_at_least_one("prefill_chunk", prefill_chunk)
@@ -144,6 +180,7 @@ class Engine:
         self._lock = threading.Lock()
         self.max_length = max_length if attention_layers else None
         self.model, self.prefill_chunk, self.device = model, prefill_chunk, model.device
+        self.tokenizer = tokenizer
         self.on_gpu = self.device.type == "cuda"
         # An engine made in inference mode can also be used outside of it, so its tensors must be ordinary ones.
         with torch.inference_mode(False), evaluating(model):
@@ -164,7 +201,7 @@ class Engine:
 
     def generate(
         self,
-        prompts: Sequence[Tensor | Sequence[int]],
+        prompts: Sequence[Prompt],
         max_new_tokens: int | Sequence[int] = 100,
         sampling: Sampling | Sequence[Sampling] | None = None,
         stop_tokens: int | Sequence[int] | None = None,
@@ -177,7 +214,8 @@ class Engine:
         The computation uses the model's dtype; autocast has no effect.
 
         Args:
-            prompts: Token ids of each prompt [T], with T >= 1.
+            prompts: Token ids of each prompt [T], with T >= 1; or its text if the engine has a tokenizer. Text gets the
+                tokenizer's special tokens, unless a state comes before it.
             max_new_tokens: Number of tokens to generate unless a stop token comes first; one for all or one each.
             sampling: How tokens are chosen, one for all or one each; greedily by default. If one for all has a seed,
                 prompt i uses seed + i.
@@ -196,41 +234,74 @@ class Engine:
             EngineBusy: The engine is generating already. Call it from one thread at a time.
         """
         with self._exclusive():
-            return self._generate(prompts, max_new_tokens, sampling, stop_tokens, on_token, states, progress)
+            job = self._job(prompts, max_new_tokens, sampling, stop_tokens, states)
+            for i, token, _ in self._run(job, progress):
+                if on_token is not None:
+                    on_token(i, token)
+            return [sequence.new_tokens for sequence in job.sequences]
+
+    def stream(
+        self,
+        prompts: Sequence[Prompt],
+        max_new_tokens: int | Sequence[int] = 100,
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        stop_tokens: int | Sequence[int] | None = None,
+        states: Sequence[FastWeightsCache | None] | None = None,
+    ) -> Generator[StreamedToken]:
+        """Generate the continuation of each prompt, and return the tokens one by one as they are produced.
+
+        The arguments and the tokens are those of `generate`. The iterator owns the engine from its first token until
+        it ends, or until it is closed (`close()`) or deleted; closing it stops generating.
+
+        Args:
+            prompts: As for `generate`.
+            max_new_tokens: As for `generate`.
+            sampling: As for `generate`.
+            stop_tokens: As for `generate`.
+            states: As for `generate`.
+
+        Returns:
+            An iterator of `StreamedToken(prompt, token, text, finish_reason)`. The texts of a prompt, joined, are the
+            text of its new tokens without special tokens.
+
+        Raises:
+            ConfigError: An argument is wrong, or a sequence may become longer than `max_length`.
+            ValueError: A sequence may become longer than the model's position table.
+            GenerationError: From the iterator: logits are NaN.
+            EngineBusy: From the iterator: the engine is generating already.
+        """
+        return self._stream(self._job(prompts, max_new_tokens, sampling, stop_tokens, states))
+
+    def _stream(self, job: _Job) -> Generator[StreamedToken]:
+        with self._exclusive():
+            decoders = [None if self.tokenizer is None else TextDecoder(self.tokenizer) for _ in job.sequences]
+            for i, token, finish_reason in self._run(job):
+                text, decoder = "", decoders[i]
+                if decoder is not None:
+                    text = decoder.add(token) + (decoder.end() if finish_reason else "")
+                yield StreamedToken(i, token, text, finish_reason)
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
         """The slots belong to one call at a time."""
         if not self._lock.acquire(blocking=False):
             raise EngineBusy(
-                "the engine is generating already: call it from one thread at a time and not from on_token, or make "
-                "an engine for each"
+                "the engine is generating already: call it from one thread at a time and not from on_token, end or "
+                "close its stream, or make an engine for each"
             )
         try:
             yield
         finally:
             self._lock.release()
 
-    def _generate(
-        self,
-        prompts: Sequence[Tensor | Sequence[int]],
-        max_new_tokens: int | Sequence[int],
-        sampling: Sampling | Sequence[Sampling] | None,
-        stop_tokens: int | Sequence[int] | None,
-        on_token: Callable[[int, int], Any] | None,
-        states: Sequence[FastWeightsCache | None] | None,
-        progress: bool,
-    ) -> list[list[int]]:
-        # On a GPU the next step starts before the tokens of the last one are read on the host. So a sequence that ends
-        # with a stop token has been decoded one step further than needed; its slot is overwritten anyway.
-        sequences = self._sequences(prompts, max_new_tokens, sampling, states)
-        stops = set(_end_of_text(self.model)) if stop_tokens is None else self._check_stop_tokens(stop_tokens)
-        mode = SamplerMode.of([sequence.sampling for sequence in sequences])
-        device = torch.cuda.device(self.device) if self.on_gpu else nullcontext()
-        with evaluating(self.model), torch.autocast(self.device.type, enabled=False), device:
-            self._prepare(mode)
-            self._run(sequences, mode, stops, on_token or (lambda i, token: None), progress)
-        return [sequence.new_tokens for sequence in sequences]
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """The model's own dtype and device. Entered for each step, since a stream's caller runs between the steps."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.autocast(self.device.type, enabled=False))
+            if self.on_gpu:
+                stack.enter_context(torch.cuda.device(self.device))
+            yield
 
     def step(self, mode: SamplerMode = GREEDY) -> None:
         """Feed the token of every slot to the model and choose the next ones.
@@ -269,44 +340,50 @@ class Engine:
             self._step(mode)
         self.graphs[mode] = graph
 
-    def _run(
-        self,
-        sequences: list[_Sequence],
-        mode: SamplerMode,
-        stops: set[int],
-        on_token: Callable[[int, int], Any],
-        progress: bool,
-    ) -> None:
-        """Generate all sequences; `owners` are the sequences that the slots belong to."""
+    def _run(self, job: _Job, progress: bool = False) -> Iterator[tuple[int, int, FinishReason | None]]:
+        """Generate all sequences; `owners` are the sequences that the slots belong to.
+
+        Yields the index of a sequence, its new token, and why the sequence ends with it.
+        """
+        # On a GPU the next step starts before the tokens of the last one are read on the host. So a sequence that ends
+        # with a stop token has been decoded one step further than needed; its slot is overwritten anyway.
+        sequences, mode = job.sequences, job.mode
         waiting = deque(range(len(sequences)))
         owners: list[int | None] = [None] * len(self.host_tokens)
+        with self._computing():
+            self._prepare(mode)
         while True:
-            for slot, owner in enumerate(owners):
-                if owner is None and waiting:
-                    owners[slot] = i = waiting.popleft()
-                    self._start(slot, sequences[i], mode, progress)
-            running = [sequences[i] for i in owners if i is not None]
-            if not running:
-                return
-            copied = self._copy_tokens_to_host()
-            ahead = self.on_gpu and any(len(s.new_tokens) + 1 < s.max_new_tokens for s in running)
-            if ahead:
-                self._advance(mode)
-            for slot, (owner, token) in enumerate(zip(owners, self._read_tokens(copied), strict=True)):
+            with self._computing():
+                for slot, owner in enumerate(owners):
+                    if owner is None and waiting:
+                        owners[slot] = i = waiting.popleft()
+                        self._start(slot, sequences[i], mode, progress)
+                running = [sequences[i] for i in owners if i is not None]
+                if not running:
+                    return
+                copied = self._copy_tokens_to_host()
+                ahead = self.on_gpu and any(len(s.new_tokens) + 1 < s.max_new_tokens for s in running)
+                if ahead:
+                    self._advance(mode)
+                tokens = self._read_tokens(copied)
+            for slot, (owner, token) in enumerate(zip(owners, tokens, strict=True)):
                 if owner is not None:
                     sequence = sequences[owner]
                     check_no_nan(self.host_scores[slot], len(sequence.new_tokens))
                     sequence.new_tokens.append(token)
-                    on_token(owner, token)
-                    if token in stops or len(sequence.new_tokens) == sequence.max_new_tokens:
+                    finish_reason = sequence.finish_reason(job.stops)
+                    if finish_reason is not None:
                         owners[slot] = None
+                    yield owner, token, finish_reason
             if not ahead and any(owner is not None for owner in owners):
-                self._advance(mode)
+                with self._computing():
+                    self._advance(mode)
 
     def _start(self, slot: int, sequence: _Sequence, mode: SamplerMode, progress: bool) -> None:
         """Prefill a prompt, write its state to a slot and choose its first new token."""
         prompt = sequence.prompt.to(self.device)
-        logits, state = prefill(self.model, prompt, sequence.state, self.prefill_chunk, progress)
+        with evaluating(self.model):
+            logits, state = prefill(self.model, prompt, sequence.state, self.prefill_chunk, progress)
         self.decoder.set_slot(slot, state)
         self.sampler.set_slot(slot, sequence.sampling, sequence.seed, prompt)
         row = slice(slot, slot + 1)
@@ -327,11 +404,25 @@ class Engine:
             copied.synchronize()
         return self.host_tokens.tolist()
 
-    # checks of what generate is given
+    # checks of what generate and stream are given
+
+    def _job(
+        self,
+        prompts: Sequence[Prompt],
+        max_new_tokens: int | Sequence[int],
+        sampling: Sampling | Sequence[Sampling] | None,
+        stop_tokens: int | Sequence[int] | None,
+        states: Sequence[FastWeightsCache | None] | None,
+    ) -> _Job:
+        if isinstance(prompts, str):
+            raise ConfigError(Argument("prompts"), f" must be a list, found one string: [{prompts[:20]!r}]")
+        sequences = self._sequences(prompts, max_new_tokens, sampling, states)
+        stops = set(end_of_text(self.model)) if stop_tokens is None else self._check_stop_tokens(stop_tokens)
+        return _Job(sequences, stops, SamplerMode.of([sequence.sampling for sequence in sequences]))
 
     def _sequences(
         self,
-        prompts: Sequence[Tensor | Sequence[int]],
+        prompts: Sequence[Prompt],
         max_new_tokens: int | Sequence[int],
         sampling: Sampling | Sequence[Sampling] | None,
         states: Sequence[FastWeightsCache | None] | None,
@@ -366,7 +457,10 @@ class Engine:
         """The prompt as a tensor [T]."""
         name, vocab_size = (Argument("prompts"), f"[{i}]"), self.sampler.vocab_size
         if isinstance(prompt, str):
-            raise ConfigError(*name, " is a string: give its tokens, tokenizer(text).input_ids")
+            if self.tokenizer is None:
+                how = "give its tokens, tokenizer(text).input_ids, or make the engine with "
+                raise ConfigError(*name, f" is a string: {how}", Argument("tokenizer"))
+            prompt = encode(self.tokenizer, prompt, begins=state is None or state.lengths is None)
         try:
             ids = torch.as_tensor(prompt)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -451,6 +545,7 @@ def _check_kernels(model: Any, kernels: bool | None) -> None:
         raise ConfigError(Argument("kernels"), f"=True cannot be used here: {reason}; leave it out")
 
 
-def _end_of_text(model: Any) -> list[int]:
+def end_of_text(model: Any) -> list[int]:
+    """The model's end-of-text tokens."""
     ids = model.generation_config.eos_token_id
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)

@@ -29,6 +29,7 @@ from fastweights.modeling.layer import (
     RecurrentAttention,
     apply_rotary,
 )
+from fastweights.modeling.modes import evaluating
 from fastweights.modeling.window import WindowCache
 from fastweights.ops.linear import FusedLinear, Norm, NormSums, SplitKWorkspace
 from fastweights.ops.step import (
@@ -86,7 +87,8 @@ class ForwardDecodeModel:
         limit = self.model.family.learned_positions
         if limit:  # the position of a free slot keeps growing
             positions = positions.clamp(max=getattr(self.model.config, limit) - 1)
-        out = self.model(self.tokens[:, None], past_key_values=self.cache, position_ids=positions)
+        with evaluating(self.model):
+            out = self.model(self.tokens[:, None], past_key_values=self.cache, position_ids=positions)
         self.positions += 1
         return out.logits[:, -1]
 

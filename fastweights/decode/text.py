@@ -1,0 +1,65 @@
+"""Text to tokens and back, for prompts and for tokens that arrive one at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Decoders write this for bytes that are not a whole character.
+REPLACEMENT = "\ufffd"
+# A character has at most four bytes. So at most three can wait for their last one.
+MAX_WAITING = 3
+
+
+def encode(tokenizer: Any, text: str, begins: bool) -> list[int]:
+    """Return the tokens of a prompt.
+
+    Args:
+        tokenizer: A tokenizer of transformers.
+        text: The text.
+        begins: Whether the text is the beginning of a sequence. It then gets the special tokens that the tokenizer
+            adds, such as beginning-of-text. A text that continues a state gets none.
+    """
+    return list(tokenizer(text, add_special_tokens=begins).input_ids)
+
+
+class TextDecoder:
+    """Decode tokens one at a time. All pieces together are the text of all tokens, without special tokens.
+
+    A character can be spread over several tokens; its piece comes with the last of them. Only tokens that wait for
+    others are stored, so a sequence can be arbitrarily long.
+
+    Args:
+        tokenizer: A tokenizer of transformers.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        # Some decoders remove the space before the first token. So all later tokens are decoded after another one.
+        # It cannot be the one that was there: some decode a run of bytes together, and one broken byte changes all.
+        self._before: list[int] = []
+        self._waiting: list[int] = []
+        self._shown = 0  # characters of the text of `_waiting` that were returned
+
+    def add(self, token: int) -> str:
+        """Return the text that this token completes; empty if it completes none."""
+        self._waiting.append(token)
+        text = self._text()
+        complete = text.rstrip(REPLACEMENT)
+        if len(text) - len(complete) > MAX_WAITING:  # not the beginning of a character
+            complete = text
+        piece = complete[self._shown :]
+        self._shown = max(self._shown, len(complete))
+        if complete == text and (text or self._before):
+            self._before = self.tokenizer("a", add_special_tokens=False).input_ids[-1:]
+            self._waiting, self._shown = [], 0
+        return piece
+
+    def end(self) -> str:
+        """Return the rest of the text: an incomplete character as replacement characters."""
+        return self._text()[self._shown :]
+
+    def _text(self) -> str:
+        return self._decode(self._before + self._waiting)[len(self._decode(self._before)) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
