@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fastweights.config import FastWeightsConfig as FastWeightsConfig
     from fastweights.conversion import convert as convert
     from fastweights.conversion import lora_modules as lora_modules
+    from fastweights.decode.conversation import Conversation as Conversation
     from fastweights.decode.engine import Engine as Engine
     from fastweights.decode.sampling import Sampling as Sampling
     from fastweights.loading import load as load
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _PUBLIC = {
+    "Conversation": "fastweights.decode.conversation",
     "Engine": "fastweights.decode.engine",
     "FastWeightsCache": "fastweights.modeling.cache",
     "FastWeightsConfig": "fastweights.config",
