@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from fastweights import __version__
+from fastweights.cli.chat import chat
 from fastweights.cli.compare import compare
 from fastweights.cli.convert import convert
 from fastweights.cli.evaluate import evaluate
@@ -28,6 +29,7 @@ app = typer.Typer(
 app.command()(convert)
 app.command()(info)
 app.command()(generate)
+app.command()(chat)
 app.command()(train)
 app.command()(compare)
 app.command("eval")(evaluate)

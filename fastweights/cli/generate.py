@@ -11,7 +11,21 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from fastweights.cli.options import DTYPE_HELP, Dtype, SavedModel, UsageError, reports_errors, usable_device
+from fastweights.cli.options import (
+    Device,
+    LoadState,
+    MaxNewTokens,
+    RepetitionPenalty,
+    SavedModel,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+    UsageError,
+    WeightsDtype,
+    reports_errors,
+    usable_device,
+)
 from fastweights.decode.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -24,23 +38,17 @@ if TYPE_CHECKING:
 def generate(
     folder: SavedModel,
     prompt: Annotated[str, typer.Option(help="Text to continue; - reads it from standard input.")],
-    max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens to generate, unless an end-of-text token comes first.")
-    ] = 100,
-    temperature: Annotated[float | None, typer.Option(help="Sample, with logits divided by this.")] = None,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Sample from the k likeliest tokens.")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Sample from the likeliest tokens that sum to p.")
-    ] = None,
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Penalty for tokens that were seen before; 1 for none.")
-    ] = 1.0,
-    seed: Annotated[int | None, typer.Option(min=0, help="Sample with this seed.")] = None,
+    max_new_tokens: MaxNewTokens = 100,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Seed = None,
     num_beams: Annotated[int, typer.Option(min=1, help="Number of beams.")] = 1,
-    load_state: Annotated[Path | None, typer.Option(help="Continue from the state saved in this file.")] = None,
+    load_state: LoadState = None,
     save_state: Annotated[Path | None, typer.Option(help="Save the state after the last token to this file.")] = None,
-    device: Annotated[str | None, typer.Option(help="Device to run on; by default a GPU if there is one.")] = None,
-    dtype: Annotated[Dtype, typer.Option(help=DTYPE_HELP)] = "auto",
+    device: Device = None,
+    dtype: WeightsDtype = "auto",
 ) -> None:
     """Continue a prompt and print the new text as it is generated. Greedy, unless a sampling option is given."""
     from transformers import TextStreamer
@@ -51,7 +59,7 @@ def generate(
     if save_state is not None and (save_state.is_dir() or not save_state.parent.is_dir()):
         raise UsageError(f"--save-state {save_state} cannot be written: give a file name in a folder that exists")
     with Console(stderr=True).status(f"loading {escape(str(folder))}"):
-        model, tokenizer = _load_with_tokenizer(folder, dtype, usable_device(device))
+        model, tokenizer = load_with_tokenizer(folder, dtype, usable_device(device))
     state = _initial_state(model, folder, load_state, save_state)
     vocabulary = model.config.get_text_config().vocab_size
     prompt_ids = _prompt_tokens(tokenizer, prompt, load_state is not None, vocabulary).to(model.device)
@@ -64,10 +72,11 @@ def generate(
         typer.echo(tokenizer.decode(new_ids, skip_special_tokens=True))
     if save_state is not None and state is not None and cache is not None:
         state_after(model, state, cache, ids).save(save_state, model)
-    typer.echo(f"{len(new_ids)} tokens, {len(new_ids) / seconds:.1f} tokens/s, {_memory(cache)}", err=True)
+    typer.echo(f"{len(new_ids)} tokens, {len(new_ids) / seconds:.1f} tokens/s, {memory_text(cache)}", err=True)
 
 
-def _load_with_tokenizer(folder: Path, dtype: str, device: str) -> tuple[Any, Any]:
+def load_with_tokenizer(folder: Path, dtype: str, device: str) -> tuple[Any, Any]:
+    """Load a saved model, on a device and in evaluation mode, and its tokenizer."""
     from transformers.utils import logging
 
     from fastweights.loading import load, load_tokenizer, require_tokenizer
@@ -90,9 +99,16 @@ def _initial_state(model: Any, folder: Path, load: Path | None, save: Path | Non
         with error_context(Argument("load_state"), ": "):
             return FastWeightsCache(model.config) if load is None else FastWeightsCache.load(load, model)
     if load is not None or save is not None:
-        flag = "--save-state" if load is None else "--load-state"
-        raise UsageError(f"{flag} needs a converted model, and {folder} is an ordinary one: run fastweights convert")
+        require_converted(model, folder, "--save-state" if load is None else "--load-state")
     return None
+
+
+def require_converted(model: Any, folder: Path, what: str) -> None:
+    """Refuse an ordinary model for something that needs a converted one."""
+    from fastweights.modeling.classes import FastWeightsMixin
+
+    if not isinstance(model, FastWeightsMixin):
+        raise UsageError(f"{what} needs a converted model, and {folder} is an ordinary one: run fastweights convert")
 
 
 def _prompt_tokens(tokenizer: Any, prompt: str, continues: bool, vocabulary: int) -> Tensor:
@@ -113,7 +129,8 @@ def _prompt_tokens(tokenizer: Any, prompt: str, continues: bool, vocabulary: int
     return ids
 
 
-def _memory(cache: FastWeightsCache | None) -> str:
+def memory_text(cache: FastWeightsCache | None) -> str:
+    """The size of a state, as it is shown after generating."""
     if cache is None:
         return "no state (not converted)"
     attention = f" and {cache.attention_nbytes:,} bytes of keys and values" if cache.attention_layers else ""

@@ -24,6 +24,17 @@ DTYPE_HELP = "Precision of the weights; by default the checkpoint's own."
 SavedModel = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a saved model, converted or not.")]
 LARGEST_LAYER = 100_000
 
+# Options of the commands that generate text.
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate, unless an end-of-text token comes first.")]
+Temperature = Annotated[float | None, typer.Option(help="Sample, with logits divided by this.")]
+TopK = Annotated[int | None, typer.Option(min=1, help="Sample from the k likeliest tokens.")]
+TopP = Annotated[float | None, typer.Option(min=0, max=1, help="Sample from the likeliest tokens that sum to p.")]
+RepetitionPenalty = Annotated[float, typer.Option(help="Penalty for tokens that were seen before; 1 for none.")]
+Seed = Annotated[int | None, typer.Option(min=0, help="Sample with this seed.")]
+LoadState = Annotated[Path | None, typer.Option(help="Continue from the state saved in this file.")]
+Device = Annotated[str | None, typer.Option(help="Device to run on; by default a GPU if there is one.")]
+WeightsDtype = Annotated[Dtype, typer.Option(help=DTYPE_HELP)]
+
 
 class UsageError(FastWeightsError):
     """A command that cannot run as it was typed. The message names the flags."""
@@ -41,15 +52,20 @@ def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(*args, **kwargs)
         except FastWeightsError as error:
-            _fail(error.message(functools.partial(flag_of, command=command)), 2, error)
+            _fail(error_text(error, command), 2, error)
         except OSError as error:
             if error.filename is None:
                 raise
             _fail(f"{error.filename}: {error.strerror}", 2, error)
         except Stopped as error:
-            _fail(error.message(functools.partial(flag_of, command=command)), error.exit_code, error)
+            _fail(error_text(error, command), error.exit_code, error)
 
     return run
+
+
+def error_text(error: FastWeightsError | Stopped, command: Callable[..., None]) -> str:
+    """The message of an error, with the flags of a command."""
+    return " ".join(error.message(functools.partial(flag_of, command=command)).split())
 
 
 # Arguments of the library whose flag has another name than theirs.
@@ -78,7 +94,7 @@ def _typed_names(command: Callable[..., None]) -> dict[str, str]:
 
 
 def _fail(message: str, exit_code: int, error: Exception) -> None:
-    typer.echo(f"error: {' '.join(message.split())}", err=True)
+    typer.echo(f"error: {message}", err=True)
     raise typer.Exit(exit_code) from error
 
 

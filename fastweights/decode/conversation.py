@@ -208,6 +208,7 @@ class Conversation:
             ValueError: The message reaches the end of the model's position table.
             EngineBusy: The engine is generating already.
         """
+        self.answer_tokens = []
         begins = not self._unread and not int(self._state.seen)
         prompt = self._unread + (self.format.first_turn(text) if begins else self.format.next_turn(text))
         # A copy, because an error or Ctrl-C inside a step would leave a state of which some layers are further.
