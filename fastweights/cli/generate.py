@@ -23,21 +23,38 @@ from fastweights.cli.options import (
     TopP,
     UsageError,
     WeightsDtype,
+    check_output,
     reports_errors,
     usable_device,
 )
 from fastweights.decode.sampling import Sampling
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from fastweights.modeling.cache import FastWeightsCache
+
+
+# Sequences that are decoded at a time, from a file of prompts.
+BATCH_SIZE = 8
 
 
 @reports_errors
 def generate(
     folder: SavedModel,
-    prompt: Annotated[str, typer.Option(help="Text to continue; - reads it from standard input.")],
+    prompt: Annotated[str | None, typer.Option(help="Text to continue; - reads it from standard input.")] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="File of texts to continue, one in each line, or in the field 'prompt' of JSON lines (.jsonl); - "
+            "reads lines from standard input. The answers are printed as JSON lines, in the same order.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="With --prompts: write the answers to this file.")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help=f"With --prompts: sequences at a time; by default {BATCH_SIZE}.")
+    ] = None,
     max_new_tokens: MaxNewTokens = 100,
     temperature: Temperature = None,
     top_k: TopK = None,
@@ -50,19 +67,29 @@ def generate(
     device: Device = None,
     dtype: WeightsDtype = "auto",
 ) -> None:
-    """Continue a prompt and print the new text as it is generated. Greedy, unless a sampling option is given."""
+    """Continue a prompt and print the new text as it is generated, or continue every prompt of a file.
+
+    Greedy, unless a sampling option is given.
+    """
+    import torch
     from transformers import TextStreamer
 
     from fastweights.decode.generation import generate_sequence, state_after
 
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
+    _check_prompt_options(prompt, prompts, output, batch_size, num_beams, load_state, save_state)
+    if prompts is not None:
+        _generate_file(folder, prompts, output, batch_size or BATCH_SIZE, max_new_tokens, sampling, device, dtype)
+        return
     if save_state is not None and (save_state.is_dir() or not save_state.parent.is_dir()):
         raise UsageError(f"--save-state {save_state} cannot be written: give a file name in a folder that exists")
     with Console(stderr=True).status(f"loading {escape(str(folder))}"):
         model, tokenizer = load_with_tokenizer(folder, dtype, usable_device(device))
     state = _initial_state(model, folder, load_state, save_state)
     vocabulary = model.config.get_text_config().vocab_size
-    prompt_ids = _prompt_tokens(tokenizer, prompt, load_state is not None, vocabulary).to(model.device)
+    text = sys.stdin.read().removesuffix("\n") if prompt == "-" else str(prompt)
+    tokens = _prompt_tokens(tokenizer, text, load_state is None, vocabulary, "--prompt")
+    prompt_ids = torch.tensor([tokens], device=model.device)
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if num_beams == 1 else None
     started = time.perf_counter()
     ids, cache = generate_sequence(model, prompt_ids, state, sampling, max_new_tokens, num_beams, streamer)
@@ -111,22 +138,76 @@ def require_converted(model: Any, folder: Path, what: str) -> None:
         raise UsageError(f"{what} needs a converted model, and {folder} is an ordinary one: run fastweights convert")
 
 
-def _prompt_tokens(tokenizer: Any, prompt: str, continues: bool, vocabulary: int) -> Tensor:
-    """Tokens [1,T] of the prompt. A prompt that continues a saved state gets no beginning-of-text token."""
-    text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+def _prompt_tokens(tokenizer: Any, text: str, begins: bool, vocabulary: int, name: str) -> list[int]:
+    """Tokens of a prompt. One that continues a saved state gets no beginning-of-text token."""
+    from fastweights.decode.text import encode
+
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UsageError("--prompt is not UTF-8: convert it first, for example with iconv") from error
-    ids = tokenizer(text, return_tensors="pt", add_special_tokens=not continues).input_ids
-    if ids.shape[1] == 0:
-        raise UsageError("--prompt is empty: give at least one character to continue from")
-    if int(ids.max()) >= vocabulary:
+        raise UsageError(f"{name} is not UTF-8: convert it first, for example with iconv") from error
+    ids = encode(tokenizer, text, begins)
+    if not ids:
+        raise UsageError(f"{name} is empty: give at least one character to continue from")
+    if max(ids) >= vocabulary:
         raise UsageError(
-            f"the tokenizer makes the token {int(ids.max())} of --prompt, and the model has {vocabulary}: the "
+            f"the tokenizer makes the token {max(ids)} of {name}, and the model has {vocabulary}: the "
             "tokenizer in its folder is another model's, save its own there"
         )
     return ids
+
+
+def _check_prompt_options(
+    prompt: str | None,
+    prompts: Path | None,
+    output: Path | None,
+    batch_size: int | None,
+    num_beams: int,
+    load_state: Path | None,
+    save_state: Path | None,
+) -> None:
+    if (prompt is None) == (prompts is None):
+        raise UsageError("give --prompt TEXT or --prompts FILE" + (", not both" if prompt is not None else ""))
+    one = {"--num-beams": num_beams > 1, "--load-state": load_state, "--save-state": save_state}
+    many = {"--output": output, "--batch-size": batch_size}
+    refused, wanted = (many, "--prompts") if prompts is None else (one, "--prompt")
+    for flag, given in refused.items():
+        if given:
+            raise UsageError(f"{flag} works with {wanted} only: leave it out")
+
+
+def _generate_file(
+    folder: Path,
+    path: Path,
+    output: Path | None,
+    batch_size: int,
+    max_new_tokens: int,
+    sampling: Sampling,
+    device: str | None,
+    dtype: str,
+) -> None:
+    from fastweights.cli.prompt_file import read_prompt_file, write_answers
+    from fastweights.decode.engine import Engine
+    from fastweights.modeling.positions import check_length
+    from fastweights.utils.errors import error_context
+
+    check_output(output)
+    name, prompts = read_prompt_file(path)
+    with Console(stderr=True).status(f"loading {escape(str(folder))}"):
+        model, tokenizer = load_with_tokenizer(folder, dtype, usable_device(device))
+        require_converted(model, folder, "--prompts")
+    tokens, vocabulary = [], model.config.get_text_config().vocab_size
+    for prompt in prompts:
+        where = f"{name}, line {prompt.line}"
+        tokens.append(_prompt_tokens(tokenizer, prompt.text, True, vocabulary, where))
+        with error_context(f"{where}: "):
+            check_length(model, len(tokens[-1]) + max_new_tokens - 1)
+    longest = max(map(len, tokens)) + max_new_tokens
+    engine = Engine(model, min(batch_size, len(prompts)), max_length=longest, tokenizer=tokenizer)
+    started = time.perf_counter()
+    count = write_answers(engine, prompts, tokens, max_new_tokens, sampling, output)
+    seconds = time.perf_counter() - started
+    typer.echo(f"{len(prompts)} prompts, {count} tokens, {count / seconds:.1f} tokens/s", err=True)
 
 
 def memory_text(cache: FastWeightsCache | None) -> str:

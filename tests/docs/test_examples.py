@@ -74,6 +74,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def _write_texts() -> None:
     for name in ("text.txt", "held_out.txt"):
         Path(name).write_text(TEXT)
+    Path("prompts.txt").write_text("A quick\nWhy\n")
 
 
 def _copy_needs(page: Path, prepared: Path) -> None:
