@@ -103,7 +103,7 @@ def chat(
         except KeyboardInterrupt:
             if not is_terminal:
                 raise
-            _note("\nstopped")
+            _note("stopped")
 
 
 def _engine(model: Any, tokenizer: Any, max_length: int | None) -> Engine:
@@ -189,14 +189,18 @@ class _Session:
     def answer(self, message: str) -> None:
         conversation, started = self.conversation, time.perf_counter()
         pieces = conversation.send(message, self.max_new_tokens, self.sampling)
+        shown = False
         try:
             for piece in pieces:
                 sys.stdout.write(piece)
                 sys.stdout.flush()
-        finally:
-            pieces.close()
-            if conversation.answer_tokens:
+                shown = True
+        except BaseException:
+            pieces.close()  # the answer ends here
+            if shown:
                 typer.echo()
+            raise
+        typer.echo()
         seconds, count = time.perf_counter() - started, len(conversation.answer_tokens)
         state, max_length = conversation.state, conversation.engine.max_length
         room = "" if max_length is None else f", {int(state.seen):,} of {max_length:,} tokens"

@@ -46,6 +46,11 @@ def test_each_line_is_answered_and_stdout_has_only_the_answers(folder: Path) -> 
     assert len(sizes) == 2 and sizes[0] == sizes[1]
 
 
+def test_empty_answer_is_an_empty_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Conversation, "send", lambda *_: (piece for piece in ()))
+    assert succeed("chat", folder, stdin="Hi\nBye\n").stdout == "\n\n"
+
+
 def test_system_prompt_is_part_of_the_conversation(folder: Path, tmp_path: Path) -> None:
     for name, options in (("with", ["--system", "You are 1."]), ("without", [])):
         succeed("chat", folder, *FEW, *options, stdin=f"Hi\n/save {tmp_path}/{name}\n")
