@@ -489,7 +489,7 @@ class Engine:
                 f" is {self.max_length}",
             )
         if self.max_length is not None and state is not None:
-            state.mask_for(ids[None])  # raises for a state that has seen padding
+            state.check_padding()
 
     def _check_stop_tokens(self, stop_tokens: Any) -> set[int]:
         given: Any = stop_tokens.tolist() if isinstance(stop_tokens, Tensor) else stop_tokens

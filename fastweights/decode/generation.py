@@ -86,8 +86,7 @@ def state_after(model: Any, before: FastWeightsCache, cache: FastWeightsCache, i
     unseen = ids[:, int(state.seen - before.seen) :]
     with torch.no_grad():
         for chunk in unseen.split(PREFILL_CHUNK, dim=1):
-            mask = state.mask_for(chunk) if state.attention_layers else None  # it would be as long as all tokens seen
-            model(chunk, past_key_values=state, attention_mask=mask)
+            model(chunk, past_key_values=state)
     return state
 
 

@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Stati
 from fastweights.config import FastWeightsConfig
 from fastweights.modeling.families import family_of
 from fastweights.modeling.layer import FastWeightsAttention
-from fastweights.utils.errors import FastWeightsError
+from fastweights.utils.errors import Argument, FastWeightsError
 from fastweights.utils.files import write_tensors
 
 # Settings that do not change what a state means: how a model was initialized, and what it refuses.
@@ -32,6 +32,8 @@ KIND, MODEL, CHECKSUM = "kind", "model", "sha256"
 FLOATS = ("F64", "F32", "BF16", "F16")
 # A mask has an element for every token that a state has seen: 8 bytes each.
 MAX_MASK = 2**29
+# Fingerprints are sums of numbers below this prime: the square of one fits an int64.
+PRIME = 2**31 - 1
 # Two samples of one model's weights differ at most by rounding to bfloat16, about 1e-3.
 SAME_WEIGHTS = 4e-3
 
@@ -144,28 +146,34 @@ class FastWeightsCache(Cache):
         layers = [StateLayer() if settings.converts(i) else layer for i, layer in enumerate(attention)]
         super().__init__(layers=layers)
         self.is_static = max_cache_len is not None
-        # `seen` [] counts positions, `lengths` [B] the real tokens of each row. They are tensors, so that a compiled
-        # step is not compiled again at every token.
+        # `seen` [] counts positions, `lengths` [B] the real tokens of each row; `fingerprint` [B] is a digest of all
+        # tokens, None if some were given as embeddings. They are tensors, so that a compiled step is not compiled again
+        # at every token.
         with torch.inference_mode(False):
             self.seen = torch.zeros((), dtype=torch.long)
         self.lengths: Tensor | None = None
+        self.fingerprint: Tensor | None = None
 
     @property
     def attention_layers(self) -> list[int]:
         """Indices of the layers that remain attention."""
         return [i for i, layer in enumerate(self.layers) if not isinstance(layer, StateLayer)]
 
-    def advance(self, length: int, mask: Tensor | None, batch: int, device: torch.device) -> None:
-        """Count tokens that all layers have processed."""
+    def advance(self, tokens: Tensor, mask: Tensor | None) -> None:
+        """Count tokens [B,T], or embeddings [B,T,D], that all layers have processed. mask [B,T]: the real ones."""
+        (batch, length), device = tokens.shape[:2], tokens.device
         with torch.inference_mode(False):
-            real = torch.full((batch,), length, device=device) if mask is None else mask.sum(1)
-            if self.lengths is not None:
-                self.lengths += real
-            else:
-                self.lengths = real.clone()
+            if self.lengths is None:
+                self.lengths, self.fingerprint = (torch.zeros(batch, dtype=torch.long, device=device) for _ in range(2))
                 if self.is_static:  # a CUDA graph has no tensors of the host
                     self.seen = self.seen.to(device)
-                _mark_static(self.lengths, self.seen)
+                _mark_static(self.lengths, self.fingerprint, self.seen)
+            real = length if mask is None else mask.sum(1)
+            self.lengths += real
+            if tokens.ndim > 2:
+                self.fingerprint = None
+            elif self.fingerprint is not None:
+                self.fingerprint += _fingerprint(tokens, self.seen)
             self.seen += length
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
@@ -190,9 +198,25 @@ class FastWeightsCache(Cache):
         """Rows of the batch; -1 before the first token."""
         return -1 if self.lengths is None else self.lengths.shape[0]
 
+    def check_rows(self, rows: int) -> None:
+        """Refuse an input that has another number of rows than this state."""
+        if self.batch_size in (-1, rows):
+            return
+        copies, rest = divmod(rows, self.batch_size)
+        fix = "give one row of tokens for each" if rest else f"fork it first, past_key_values=cache.fork({copies})"
+        raise StateError(f"the state has {self.batch_size} rows and the input {rows}: {fix}")
+
+    def _for_rows(self, counts: Tensor, rows: int) -> Tensor:
+        """The counts [B] of an input of `rows` rows: the state may have copies of each row, which are for beams."""
+        if len(counts) % rows:
+            self.check_rows(rows)
+        return counts[:: len(counts) // rows]
+
     def _rows(self, rows: Tensor) -> None:
         if self.lengths is not None:
             self.lengths = self.lengths.index_select(0, rows.to(self.lengths.device))
+        if self.fingerprint is not None:
+            self.fingerprint = self.fingerprint.index_select(0, rows.to(self.fingerprint.device))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)
@@ -206,12 +230,14 @@ class FastWeightsCache(Cache):
         super().batch_repeat_interleave(repeats)
         if self.lengths is not None:
             self.lengths = self.lengths.repeat_interleave(repeats)
+        if self.fingerprint is not None:
+            self.fingerprint = self.fingerprint.repeat_interleave(repeats)
 
     def reset(self) -> None:
         super().reset()
-        self.seen.zero_()
-        if self.lengths is not None:
-            self.lengths.zero_()
+        for count in (self.seen, self.lengths, self.fingerprint):
+            if count is not None:
+                count.zero_()
 
     def fork(self, copies: int = 1) -> FastWeightsCache:
         """Return an independent copy in which each row is repeated `copies` times, for several continuations."""
@@ -223,20 +249,49 @@ class FastWeightsCache(Cache):
             twin.batch_repeat_interleave(copies)
         return twin
 
-    def mask_for(self, input_ids: Tensor) -> Tensor:
-        """Return the `attention_mask` that `generate` needs if only the new tokens [B,T] after this state are given."""
-        seen = int(self.get_seq_length())
-        if seen * input_ids.shape[0] > MAX_MASK:
+    def is_start_of(self, input_ids: Tensor) -> bool | None:
+        """Whether input_ids [B,T] begin with the tokens that this state has seen. None: unknown after embeddings."""
+        seen, (rows, length) = int(self.get_seq_length()), input_ids.shape
+        if self.fingerprint is None:
+            return None
+        if length < seen:
+            return False
+        expected = self._for_rows(self.fingerprint, rows)
+        found = _fingerprint(input_ids[:, :seen].to(expected.device), torch.zeros_like(self.seen))
+        return bool((found == expected).all())
+
+    def mask_for(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Return the `attention_mask` [B,S+T] of all tokens, for an input of only the new ones after this state.
+
+        Args:
+            input_ids: the new tokens [B,T].
+            attention_mask: the mask of the new tokens [B,T]. None: all are real.
+
+        Raises:
+            StateError: attention layers have seen padding, and where it was is not known.
+        """
+        seen, (rows, length) = int(self.get_seq_length()), input_ids.shape[:2]
+        if seen * rows > MAX_MASK:
             raise StateError(
                 f"this state has seen {seen:,} tokens, too many for a mask: generate with Engine, no beams"
             )
-        mask = torch.ones(input_ids.shape[0], seen + input_ids.shape[1], dtype=torch.long, device=input_ids.device)
+        mask = torch.ones(rows, seen + length, dtype=torch.long, device=input_ids.device)
+        if attention_mask is not None:
+            mask[:, seen:] = attention_mask
         if self.lengths is not None:
-            padding = seen - self.lengths
-            if self.attention_layers and bool(padding.any()):
-                raise StateError("this state has seen padding and has attention layers: pass the whole text's mask")
+            self.check_padding()
+            padding = (seen - self._for_rows(self.lengths, rows)).to(mask.device)
             mask[:, :seen] = torch.arange(seen, device=mask.device) >= padding[:, None]
         return mask
+
+    def check_padding(self) -> None:
+        """Refuse to continue without a whole mask where attention layers have seen padding."""
+        if self.attention_layers and self.lengths is not None and bool((self.lengths < self.seen).any()):
+            raise StateError(
+                "this state has seen padding and has attention layers: pass the ",
+                Argument("attention_mask"),
+                " of the whole sequence",
+            )
 
     @property
     def nbytes(self) -> int:
@@ -252,6 +307,8 @@ class FastWeightsCache(Cache):
     def save(self, path: str | os.PathLike, model: nn.Module) -> None:
         """Write the state to a safetensors file. It can be loaded only for the same model."""
         tensors = {"seen": self.seen, "lengths": torch.zeros(0) if self.lengths is None else self.lengths}
+        if self.fingerprint is not None:
+            tensors["fingerprint"] = self.fingerprint
         for i, layer in enumerate(self.layers):
             held = layer.tensors if isinstance(layer, StateLayer) else _keys_and_values(layer)
             tensors |= {f"{i}.{name}": value for name, value in held.items() if value is not None}
@@ -277,6 +334,7 @@ class FastWeightsCache(Cache):
         device = model.device
         cache.seen, lengths = tensors.pop("seen"), tensors.pop("lengths")
         cache.lengths = lengths.to(device) if len(lengths) else None
+        cache.fingerprint = tensors.pop("fingerprint").to(device) if "fingerprint" in tensors else None
         for name, value in tensors.items():
             index, _, field = name.partition(".")
             layer = cache.layers[int(index)]
@@ -293,6 +351,13 @@ class FastWeightsCache(Cache):
                     layer.lazy_initialization(value.to(device), value.to(device))
                 setattr(layer, field, value.to(device))  # keys or values: `_read` lets no other name through
         return cache
+
+
+def _fingerprint(tokens: Tensor, start: Tensor) -> Tensor:
+    """A digest [B] of tokens [B,T] at the positions from `start` on. The digests of parts of a sequence add up."""
+    positions = torch.arange(tokens.shape[1], device=tokens.device) + start
+    mixed = (tokens.long() * 48271 + positions * 69621 + 1) % PRIME
+    return (mixed * mixed % PRIME).sum(1)
 
 
 def _mark_static(*tensors: Tensor) -> None:
@@ -355,6 +420,8 @@ def _header_problem(
         "model": (("F32",), (sum(map(len, weight_samples(model))),)),
     }
     if batch and batch != (0,):
+        if "fingerprint" in header:  # a state that has seen embeddings has none
+            expected["fingerprint"] = (("I64",), batch)
         expected |= _layer_tensors(model, cache, batch[0], header)
     if set(header) != set(expected):
         missing, extra = sorted(set(expected) - set(header)), sorted(set(header) - set(expected))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 import torch
 from torch import Tensor
@@ -10,8 +10,9 @@ from transformers.masking_utils import create_masks_for_generate
 from transformers.utils import logging
 
 from fastweights.modeling.cache import FastWeightsCache
-from fastweights.modeling.inputs import NO_CONTINUOUS_BATCHING, TOKEN_MASK, Base, InputError, own_cache
+from fastweights.modeling.inputs import NO_CONTINUOUS_BATCHING, TOKEN_MASK, Base, InputError, check_mask, own_cache
 from fastweights.modeling.positions import check_length
+from fastweights.utils.errors import Argument
 
 logger = logging.get_logger(__name__)
 
@@ -24,10 +25,29 @@ class FastWeightsGenerationMixin(Base):
 
     config: Any
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers, and the input may be only the new tokens after a state (`past_key_values`).
+
+        An input that begins with the tokens that the state has seen is the whole sequence. Any other holds new tokens.
+        """
         if "prompt_lookup_num_tokens" in kwargs or kwargs.get("assistant_model") is not None:
             raise InputError("assisted decoding needs a cache that can be cropped, and a recurrent state cannot be")
-        return super().generate(*args, **kwargs)
+        cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+        tokens = kwargs.get("input_ids") if inputs is None else inputs
+        if _has_started(cache):
+            _check_embeddings(kwargs.get("inputs_embeds"), cache)
+            if tokens is not None and mask is not None:
+                kwargs["attention_mask"] = _continuing_mask(tokens, mask, cache)
+        return super().generate(inputs, *args, **kwargs)
+
+    def _prepare_attention_mask_for_generation(
+        self, inputs_tensor: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
+    ) -> Tensor:
+        """Called where no mask was given."""
+        mask = super()._prepare_attention_mask_for_generation(inputs_tensor, generation_config, model_kwargs)
+        cache = model_kwargs.get("past_key_values")
+        is_ids = inputs_tensor.ndim == 2
+        return _continuing_mask(inputs_tensor, mask, cache) if is_ids and _has_started(cache) else mask
 
     def _prepare_cache_for_generation(
         self,
@@ -46,7 +66,7 @@ class FastWeightsGenerationMixin(Base):
                 f"cache_implementation={kind!r} is for attention and is ignored: a converted model has a state of "
                 "constant size"
             )
-        check_length(self, _longest_sequence(generation_config, model_kwargs.get("attention_mask")))
+        check_length(self, _longest_sequence(generation_config, model_kwargs["position_ids"]))
         if cache is not None:
             model_kwargs["past_key_values"] = own_cache(cache, self.config, None)
             model_kwargs["past_key_values"]._is_user_defined = True
@@ -78,10 +98,60 @@ class FastWeightsGenerationMixin(Base):
     generate_batch = init_continuous_batching
 
 
-def _longest_sequence(generation_config: Any, mask: Tensor | None) -> int:
-    """Positions that generating may need: real tokens so far, and all new ones but the last, which is not read."""
-    if mask is None:
-        return generation_config.max_length - 1
+def _has_started(cache: Any) -> TypeGuard[FastWeightsCache]:
+    """Whether a cache is a state that has seen tokens."""
+    return isinstance(cache, FastWeightsCache) and int(cache.get_seq_length()) > 0
+
+
+def _continuing_mask(input_ids: Tensor, mask: Tensor, cache: FastWeightsCache) -> Tensor:
+    """The mask of all tokens. transformers takes input_ids as the new tokens if they are fewer than those of the mask,
+    and as the whole sequence otherwise.
+
+    Args:
+        input_ids: the whole sequence, or only the new tokens [B,T].
+        mask: of input_ids [B,T], or of all tokens [B,S+T].
+        cache: the state, which has seen S tokens.
+    """
+    seen, (rows, length) = int(cache.get_seq_length()), input_ids.shape
+    check_mask(mask, rows, length, cache)
+    if mask.shape[1] > length:
+        return mask
+    known = cache.is_start_of(input_ids)
+    whole = length > seen if known is None else known
+    if whole and length == seen:
+        raise InputError(
+            Argument("input_ids"),
+            f" are the {seen} tokens that the state has seen already: give new ones, or, to process these again, ",
+            Argument("attention_mask"),
+            "=cache.mask_for(input_ids)",
+        )
+    if length > seen and not whole:
+        logger.warning_once(
+            f"input_ids do not begin with the {seen} tokens that the state has seen: all {length} are processed as new "
+            "tokens after those. attention_mask=cache.mask_for(input_ids) says that they are new, without this warning."
+        )
+    return mask if whole else cache.mask_for(input_ids, mask)
+
+
+def _check_embeddings(embeddings: Tensor | None, cache: FastWeightsCache) -> None:
+    """transformers takes embeddings [B,T,D] as those of the whole sequence."""
+    seen = int(cache.get_seq_length())
+    if embeddings is not None and embeddings.shape[1] <= seen:
+        raise InputError(
+            Argument("inputs_embeds"),
+            f" hold {embeddings.shape[1]} tokens and the state has seen {seen}: generate needs the embeddings of the "
+            "whole sequence; give new tokens as ",
+            Argument("input_ids"),
+        )
+
+
+def _longest_sequence(generation_config: Any, position_ids: Tensor) -> int:
+    """Positions that generating may need: real tokens so far, and all new ones but the last, which is not read.
+
+    Args:
+        generation_config: that of the call.
+        position_ids: the positions of all tokens so far, also of those that only a state has seen.
+    """
     new = generation_config.max_new_tokens
-    new = generation_config.max_length - mask.shape[1] if new is None else new
-    return int(mask.sum(1).max()) + new - 1
+    new = generation_config.max_length - position_ids.shape[1] if new is None else new
+    return int(position_ids.max()) + new

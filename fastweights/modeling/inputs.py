@@ -71,7 +71,7 @@ class DecoderMixin(Base):
         inputs["attention_mask"] = self._attention_mask(inputs, reset, tokens, cache)
         outputs = forward(self, **inputs, fast_weights=SequenceInfo(mask, reset))
         if cache is not None:
-            cache.advance(length, mask, batch, tokens.device)
+            cache.advance(tokens, mask)
         return outputs
 
     @property
@@ -98,25 +98,46 @@ class DecoderMixin(Base):
     ) -> Any:
         """The mask for layers that are still attention. Where there are none, an empty 4-D mask keeps transformers
         from building one of T x T."""
-        mask, length = inputs.get("attention_mask"), tokens.shape[1]
+        mask, (batch, length) = inputs.get("attention_mask"), tokens.shape[:2]
         if not self._is_hybrid:
-            return torch.empty(tokens.shape[0], 1, length, 0, dtype=torch.bool, device=tokens.device)
+            return torch.empty(batch, 1, length, 0, dtype=torch.bool, device=tokens.device)
         if isinstance(mask, dict):
             by_layer_type = {name: each for name, each in mask.items() if name != TOKEN_MASK}
             return by_layer_type.get("attention", by_layer_type)
         if reset is not None and not self.family.masks_documents:
             return document_mask(self, inputs["position_ids"])
-        if mask is not None and cache is not None and not cache.is_compileable:
-            _check_whole_mask(mask, int(cache.get_seq_length()), length)
-        return mask
+        if cache is None or cache.batch_size < 0:
+            return mask
+        if mask is not None:
+            return cache.mask_for(tokens, mask) if mask.shape[1] == length else mask
+        if _can_read(tokens):
+            cache.check_padding()
+        return None
 
 
-def _check_whole_mask(mask: Tensor, seen: int, length: int) -> None:
-    if mask.shape[1] != seen + length:
+def _can_read(tokens: Tensor) -> bool:
+    """Whether values may be read on the host: not while compiling, and not at each step of a GPU, which would wait."""
+    return not torch.compiler.is_compiling() and (tokens.device.type == "cpu" or tokens.shape[1] > 1)
+
+
+def check_mask(attention_mask: Tensor, batch: int, length: int, cache: Cache | None) -> None:
+    """Refuse a mask that is neither of the new tokens [B,T] nor of all tokens [B,S+T].
+
+    Raises:
+        InputError: says which shapes would fit.
+    """
+    if attention_mask.ndim != 2:
         raise InputError(
-            Argument("attention_mask"),
-            f" covers {mask.shape[1]} tokens, but the attention layers have seen {seen} and get {length} more: pass a "
-            "mask for all of them",
+            Argument("attention_mask"), f" must be [B,T] for a converted model, found {list(attention_mask.shape)}"
+        )
+    found = list(attention_mask.shape)
+    if found == [batch, length] or (cache is not None and torch.compiler.is_compiling()):
+        return
+    seen = 0 if cache is None else int(cache.get_seq_length())
+    if found != [batch, seen + length]:
+        whole = f", or [{batch},{seen + length}] with the {seen} that the state has seen" if seen else ""
+        raise InputError(
+            Argument("attention_mask"), f" must be [{batch},{length}] like the tokens{whole}, found {found}"
         )
 
 
@@ -124,21 +145,9 @@ def token_mask(attention_mask: Tensor | None, batch: int, length: int, cache: Ca
     """True for the real tokens among the new ones, [B,T]; None when all are real."""
     if attention_mask is None:
         return None
-    if attention_mask.ndim != 2:
-        raise InputError(
-            Argument("attention_mask"),
-            f" must be [B,T] for a converted model, found {list(attention_mask.shape)}",
-        )
-    rows, columns = attention_mask.shape
-    if rows != batch or columns < length or (cache is None and columns > length):
-        raise InputError(
-            Argument("attention_mask"), f" must be [{batch},{length}] like the tokens, found [{rows},{columns}]"
-        )
+    check_mask(attention_mask, batch, length, cache)
     mask = attention_mask[:, -length:].bool()
-    on_host = mask.device.type == "cpu" or length > 1
-    if on_host and not torch.compiler.is_compiling() and bool(mask.all()):
-        return None
-    return mask
+    return None if _can_read(mask) and bool(mask.all()) else mask
 
 
 def positions(
@@ -154,11 +163,8 @@ def positions(
 def own_cache(cache: Cache, config: Any, batch: int | None) -> FastWeightsCache:
     """The given cache, which must have `batch` rows (None: any number); a new one instead of an empty DynamicCache."""
     if isinstance(cache, FastWeightsCache):
-        if batch is not None and cache.batch_size not in (-1, batch):
-            raise InputError(
-                f"the state has {cache.batch_size} rows and the input {batch}: fork it first, "
-                f"past_key_values=cache.fork({batch})"
-            )
+        if batch is not None:
+            cache.check_rows(batch)
         return cache
     if cache.get_seq_length() == 0:
         return FastWeightsCache(config)
