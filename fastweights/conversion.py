@@ -49,9 +49,12 @@ def convert(model: Any, config: FastWeightsConfig | None = None) -> Any:
     vars(model).pop("_weight_conversions", None)  # a renaming of tensors at loading that saving would undo
     keep_softcap(model.config)
     model.config.__class__ = CLASSES[family.name][0]
+    vars(model.config).pop("model_type", None)  # a loaded config has the base's, which would hide the class's
     use_converted_classes(model)
     model.config.fastweights = config.to_dict()
     model.config.architectures = [type(model).__name__]
+    # An adapter names the folder of the model it belongs to, and that of the base would be wrong.
+    model.name_or_path = model.config.name_or_path = ""
     return model
 
 

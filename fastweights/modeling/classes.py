@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, modeling_utils
+from transformers.utils import logging
 
 from fastweights.config import MODEL_TYPE_PREFIX, FastWeightsConfig
 from fastweights.modeling.families import FAMILIES, Family
@@ -24,9 +27,27 @@ from fastweights.modeling.initialization import initialize, initialize_missing, 
 from fastweights.modeling.inputs import Base, DecoderMixin
 from fastweights.modeling.layer import FastWeightsAttention
 from fastweights.utils.errors import CheckpointError
+from fastweights.utils.files import write_text
+
+logger = logging.get_logger(__name__)
 
 # Earlier versions saved empty planes, too; such a checkpoint has them, and the model has not.
 EMPTY_PLANES = r"\.projections\.planes$"
+
+# A module of every saved folder, which transformers runs only with trust_remote_code=True and only if this package was
+# not imported before. It uses no name of this package that could change.
+LOADER = "configuration_fastweights"
+LOADER_CODE = '''"""This model needs the package fastweights: pip install fastweights
+
+After `import fastweights`, transformers loads this folder without running this file. Otherwise pass
+trust_remote_code=True: transformers then runs this file, which imports the package.
+"""
+
+import fastweights  # noqa: F401
+from transformers import CONFIG_MAPPING
+
+Config = CONFIG_MAPPING["{model_type}"]
+'''
 
 
 def new_layer(
@@ -110,6 +131,23 @@ class FastWeightsMixin(Base):
         check_tensors(source, info | required, True, mismatch_is_error=not ignore_mismatched_sizes)
         return (model, info) if output_loading_info else model
 
+    def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, **kwargs: Any) -> None:
+        """As in transformers, with a module that imports this package for readers who have not done so."""
+        self.config.auto_map = {"AutoConfig": f"{LOADER}.Config"}
+        if is_main_process:
+            write_text(Path(save_directory) / f"{LOADER}.py", LOADER_CODE.format(model_type=self.config.model_type))
+        super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+
+    def train(self, mode: bool = True) -> Any:
+        """As in torch, with a warning about weights whose training would end in NaN."""
+        if mode and any(p.dtype == torch.float16 and p.requires_grad for p in self.parameters()):
+            logger.warning_once(
+                "train() was called on a model with trainable float16 weights: small updates are lost, and gradients "
+                "overflow and become NaN. Load it with dtype=torch.float32, also for mixed precision "
+                "(fp16=True or bf16=True of TrainingArguments), or with dtype=torch.bfloat16."
+            )
+        return super().train(mode)
+
     def _is_required(self, tensor: str) -> bool:
         """Whether a checkpoint and the model must agree on having a tensor of this name: all tensors of the backbone,
         and the head of a causal language model."""
@@ -164,6 +202,8 @@ def _make_config(family: Family, base: Any) -> Any:
     attributes = {
         "model_type": MODEL_TYPE_PREFIX + family.name,
         "base_model_tp_plan": _without_attention(family, base.base_model_tp_plan),
+        # transformers would copy the module of the class into saved folders
+        "register_for_auto_class": classmethod(lambda cls, auto_class="AutoConfig": None),
         "__module__": __name__,
     }
     return type(f"FastWeights{base.__name__}", (base,), attributes)

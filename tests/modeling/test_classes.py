@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from helpers.tiny import CONFIGS, config_of, pretrained, tokens
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import fastweights as fw
+from fastweights.modeling import classes
 from fastweights.modeling.classes import CLASSES, keep_softcap
 
 DECAY = dict(rule="decay", m=6)
@@ -31,6 +35,20 @@ VARIANTS = [
 
 def converted(family: str = "llama", **settings: Any) -> Any:
     return fw.convert(pretrained(family), fw.FastWeightsConfig(**settings or DECAY))
+
+
+@contextmanager
+def assert_no_log(name: str) -> Iterator[None]:
+    """Nothing is logged under this name: neither warnings nor errors."""
+    found, logger = [], logging.getLogger(name)
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = found.append  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+    assert not [record.getMessage() for record in found]
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -188,6 +206,65 @@ def test_a_compiled_step_is_not_compiled_again_at_every_token(family: str) -> No
     assert counter.frame_count <= 2
 
 
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_converted_model_has_the_config_of_a_loaded_one(family: str, tmp_path: Path) -> None:
+    pretrained(family).save_pretrained(tmp_path / "base")
+    model = fw.convert(fw.load(tmp_path / "base"), fw.FastWeightsConfig(m=4))
+    model.save_pretrained(tmp_path / "converted")
+    loaded = fw.load(tmp_path / "converted")
+    assert model.config.model_type == loaded.config.model_type == f"fastweights_{family}"
+    assert model.config.to_dict() == loaded.config.to_dict() | {"_name_or_path": ""}
+
+
+def test_an_adapter_of_a_converted_model_does_not_name_the_base(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    pretrained("llama").save_pretrained(tmp_path / "base")
+    model = fw.convert(fw.load(tmp_path / "base"), fw.FastWeightsConfig(m=4))
+    model.save_pretrained(tmp_path / "converted")
+    for each, name in ((model, None), (fw.load(tmp_path / "converted"), str(tmp_path / "converted"))):
+        adapted = peft.get_peft_model(each, peft.LoraConfig(r=2, **fw.lora_modules(each)))
+        with assert_no_log("transformers"):
+            adapted.save_pretrained(tmp_path / "adapter")
+        assert peft.LoraConfig.from_pretrained(tmp_path / "adapter").base_model_name_or_path == name
+
+
+@pytest.fixture
+def float16_warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    found: list[str] = []
+    monkeypatch.setattr(classes.logger, "warning_once", lambda text: found.append(text) if text not in found else None)
+    return found
+
+
+def test_training_float16_weights_warns_once(float16_warnings: list[str]) -> None:
+    model = converted().half().eval()
+    assert not float16_warnings
+    torch.nn.Sequential(model).train()
+    model.train()
+    assert len(float16_warnings) == 1
+    assert "float16" in float16_warnings[0] and "dtype=torch.float32" in float16_warnings[0]
+
+
+def test_weights_that_can_be_trained_do_not_warn(float16_warnings: list[str]) -> None:
+    peft = pytest.importorskip("peft")
+    converted().train()
+    converted().bfloat16().train()
+    with torch.autocast("cpu", torch.float16):  # mixed precision: the weights are float32
+        converted().train()(tokens(1, 5), labels=tokens(1, 5)).loss.backward()
+    frozen = converted().half()
+    peft.get_peft_model(frozen, peft.LoraConfig(r=2, target_modules=["q_proj"])).train()  # adapters are float32
+    assert not float16_warnings
+
+
+def test_trainer_of_transformers_warns_about_float16_weights(float16_warnings: list[str], tmp_path: Path) -> None:
+    rows = [{"input_ids": tokens(6), "labels": tokens(6)}] * 2
+    options = dict(max_steps=1, use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no")
+    for model in (converted(), converted().half()):
+        assert not float16_warnings
+        arguments = transformers.TrainingArguments(str(tmp_path), **options)
+        transformers.Trainer(model, arguments, train_dataset=rows).train()
+    assert len(float16_warnings) == 1
+
+
 @pytest.mark.parametrize("settings", VARIANTS, ids=lambda s: s["rule"])
 def test_lora_trains_and_saves_the_new_parameters(settings: dict[str, Any], tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
@@ -234,6 +311,54 @@ def test_converted_folder_loads_in_any_import_order(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["FastWeightsGPT2LMHeadModel"] * len(IMPORT_ORDERS)
+
+
+WITHOUT_IMPORT = """
+import os, sys, transformers
+from transformers import AutoModelForCausalLM
+
+class NotInstalled:
+    def find_spec(self, name, *rest):
+        if name == "fastweights":
+            raise ModuleNotFoundError("No module named 'fastweights'")
+
+def load(folder, **options):
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, **options)
+        assert "fastweights" in sys.modules
+        model.save_pretrained(folder + "-again")
+        return type(model).__name__
+    except (ImportError, ValueError) as error:
+        assert "fastweights" not in sys.modules
+        return " ".join(str(error).split())
+
+for options in ({"trust_remote_code": True}, {"trust_remote_code": False}, {}, None):
+    if os.fork() == 0:
+        if options is None:
+            sys.meta_path.insert(0, NotInstalled())
+        result = load(sys.argv[1], **{"trust_remote_code": True} if options is None else options)
+        print("\\nresult:", result, flush=True)  # below a question that transformers may have asked
+        os._exit(0)
+    assert os.wait()[1] == 0, options
+"""
+
+
+def test_a_folder_loads_without_the_import_where_its_code_is_trusted(tmp_path: Path) -> None:
+    """Otherwise the error says what to do."""
+    converted("gpt2").save_pretrained(tmp_path / "model")
+    command = [sys.executable, "-c", WITHOUT_IMPORT, os.fspath(tmp_path / "model")]
+    environment = os.environ | {"HF_MODULES_CACHE": os.fspath(tmp_path / "modules")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr
+    trusted, refused, asked, missing = (line for line in done.stdout.splitlines() if line.startswith("result:"))
+    assert trusted == "result: FastWeightsGPT2LMHeadModel"
+    assert "trust_remote_code=True" in refused and "trust_remote_code=True" in asked
+    assert "pip install fastweights" in missing
+    again, first = (sorted(path.name for path in tmp_path.glob(f"{name}/*")) for name in ("model-again", "model"))
+    assert again == first and "configuration_fastweights.py" in first
+    with torch.no_grad():
+        found = fw.load(tmp_path / "model-again")(tokens(1, 7)).logits
+        assert torch.equal(found, converted("gpt2")(tokens(1, 7)).logits)
 
 
 def test_convert_is_a_function_however_it_is_imported() -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from helpers.cli import run, save_model
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from fastweights.config import ConfigError
 from fastweights.experiments.grid import load_grid
@@ -127,6 +128,19 @@ def test_model_class_of_transformers_is_used_where_code_is_offered_too(folder: P
     write_code(folder, marker)
     edit(folder / "config.json", auto_map={"AutoModelForCausalLM": "evil.EvilModel"})
     assert type(load(folder)).__name__ == "FastWeightsGPT2LMHeadModel"
+
+
+def test_code_in_the_place_of_our_own_is_not_run(folder: Path, marker: Path, tmp_path: Path) -> None:
+    """Saved folders have a module for readers without this package. Whoever has imported it runs none of it."""
+    code = folder / "configuration_fastweights.py"
+    assert code.is_file() and "auto_map" in json.loads((folder / "config.json").read_text())
+    code.write_text(f"open({str(marker)!r}, 'w').close()\n" + code.read_text())
+    load(folder)
+    load_tokenizer(folder)
+    describe_folder(folder)
+    for options in ({}, {"trust_remote_code": False}, {"trust_remote_code": True}):
+        AutoModelForCausalLM.from_pretrained(folder, **options)
+    assert run("generate", folder, "--prompt", "Hello", "--max-new-tokens", 2).exit_code == 0
 
 
 @pytest.mark.parametrize("tokenizer_class", ["EvilTokenizer", "PreTrainedTokenizerFast", None])
