@@ -212,6 +212,11 @@ class FastWeightsCache(Cache):
             self.check_rows(rows)
         return counts[:: len(counts) // rows]
 
+    def __repr__(self) -> str:
+        rows, seen = max(0, self.batch_size), int(self.get_seq_length())
+        keys = f", {self.attention_nbytes:,} bytes of keys and values" if self.attention_layers else ""
+        return f"{type(self).__name__}({rows} x {seen:,} tokens seen, {self.nbytes:,} bytes of state{keys})"
+
     def _rows(self, rows: Tensor) -> None:
         if self.lengths is not None:
             self.lengths = self.lengths.index_select(0, rows.to(self.lengths.device))

@@ -123,12 +123,12 @@ def _continuing_mask(input_ids: Tensor, mask: Tensor, cache: FastWeightsCache) -
             Argument("input_ids"),
             f" are the {seen} tokens that the state has seen already: give new ones, or, to process these again, ",
             Argument("attention_mask"),
-            "=cache.mask_for(input_ids)",
+            "=cache.mask_for(input_ids, attention_mask)",
         )
     if length > seen and not whole:
         logger.warning_once(
             f"input_ids do not begin with the {seen} tokens that the state has seen: all {length} are processed as new "
-            "tokens after those. attention_mask=cache.mask_for(input_ids) says that they are new, without this warning."
+            "tokens after those. To say so yourself, pass attention_mask=cache.mask_for(input_ids, attention_mask)."
         )
     return mask if whole else cache.mask_for(input_ids, mask)
 

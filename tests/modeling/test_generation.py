@@ -144,6 +144,7 @@ def test_state_bytes_match_the_shapes() -> None:
         cache = converted(rule="decay", m=6)(tokens(3, 5), use_cache=True).past_key_values
     assert cache.nbytes == 2 * 3 * 4 * 8 * 6 * 4, "layers x batch x heads x d x m x 4 bytes"
     assert cache.attention_nbytes == 0
+    assert "3 x 5 tokens" in repr(cache) and "4,608 bytes" in repr(cache) and "keys" not in repr(cache)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma3_text"])

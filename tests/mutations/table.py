@@ -96,6 +96,20 @@ MUTATIONS = [
         "logits = logits * 1.0",
         ("modeling/test_window.py",),
     ),
+    Mutation(
+        "a state does not know which tokens it has seen",
+        "modeling/cache",
+        r"self\.fingerprint \+= .*",
+        "pass",
+        ("modeling/test_continuing.py",),
+    ),
+    Mutation(
+        "new tokens alone are taken as the whole sequence",
+        "modeling/generation",
+        r"return mask if whole else .*",
+        "return mask",
+        ("modeling/test_continuing.py",),
+    ),
     Mutation("positions do not advance", "modeling/cache", r"self\.lengths \+= real", "pass", (PARITY,)),
     Mutation(
         "the cache does not count tokens",
