@@ -20,8 +20,17 @@ from fastweights.modeling.source_files import (
     check_sizes,
     loading_errors,
 )
+from fastweights.tokenization import set_special_tokens
 from fastweights.utils.errors import Argument, CheckpointError
 from fastweights.utils.files import atomic_folder
+from fastweights.utils.gguf import read_metadata
+
+# BPE vocabularies (`tokenizer.ggml.pre`) whose texts start with bos, unless a GGUF file says otherwise. llama.cpp has
+# the same list.
+_BPE_WITH_BOS = {
+    *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"),
+    *("tekken", "chameleon"),
+}
 
 
 def load(source: str | os.PathLike, **kwargs: Any) -> Any:
@@ -91,9 +100,26 @@ def _gguf_tokenizer(folder: str, gguf: str) -> Any:
     """The tokenizer inside a GGUF file; None if it has none, or one that transformers cannot build."""
     try:
         with loading_errors(gguf, folder):
-            return AutoTokenizer.from_pretrained(folder, gguf_file=gguf, trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf, trust_remote_code=False)
+            _apply_gguf_settings(tokenizer, read_metadata(Path(folder) / gguf))
+            return tokenizer
     except CheckpointError:
         return None
+
+
+def _apply_gguf_settings(tokenizer: Any, metadata: dict[str, Any]) -> None:
+    """Give a tokenizer the bos and eos settings of its GGUF file, which transformers leaves out."""
+
+    def setting(name: str, default: Any = None) -> Any:
+        return metadata.get(f"tokenizer.ggml.{name}", default)
+
+    for name in ("bos", "eos"):
+        token = setting(f"{name}_token_id")
+        if token is not None:
+            setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(token))
+    is_sentencepiece = setting("model") == "llama"
+    adds_bos = setting("add_bos_token", is_sentencepiece or setting("pre") in _BPE_WITH_BOS)
+    set_special_tokens(tokenizer, bos=adds_bos, eos=setting("add_eos_token", False))
 
 
 def _load(kind: Any, source: str | os.PathLike, **kwargs: Any) -> Any:

@@ -140,13 +140,13 @@ def require_converted(model: Any, folder: Path, what: str) -> None:
 
 def _prompt_tokens(tokenizer: Any, text: str, begins: bool, vocabulary: int, name: str) -> list[int]:
     """Tokens of a prompt. One that continues a saved state gets no beginning-of-text token."""
-    from fastweights.decode.text import encode
+    from fastweights.tokenization import prompt_tokens
 
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise UsageError(f"{name} is not UTF-8: convert it first, for example with iconv") from error
-    ids = encode(tokenizer, text, begins)
+    ids = prompt_tokens(tokenizer, text, continues=not begins)
     if not ids:
         raise UsageError(f"{name} is empty: give at least one character to continue from")
     if max(ids) >= vocabulary:

@@ -18,6 +18,13 @@ class PackedBatches:
 
     Every epoch has each row once, in an order of its own. The last tokens, too few for a row, are left out.
 
+    Where the model expects a bos token (`tokens.bos`), every row starts with one: with that of a document, or with one
+    that is put before the middle of a document. Each row then has `length - 1` tokens of its own, and the first of them
+    is predicted from bos. In a row that starts with a document, the document's bos is one of these, and the place that
+    is left at the end has the next row's first token, without a label.
+
+    A document inside a row starts at position 0, and its first token is not predicted.
+
     Args:
         tokens: The text.
         length: Tokens of a row.
@@ -49,9 +56,8 @@ class PackedBatches:
 
     def targets(self, step: int) -> int:
         """How many tokens of the whole batch, all processes together, are predicted."""
-        first, starts = self._rows_of(step) * self.length, self.tokens.starts
-        starting = np.searchsorted(starts, first + self.length) - np.searchsorted(starts, first + 1)
-        return self.rows * (self.length - 1) - int(starting.sum())
+        labels = _pack(self.tokens, self._rows_of(step), self.length)["labels"]
+        return int((labels[:, 1:] != IGNORED).sum())
 
     def _rows_of(self, step: int) -> np.ndarray:
         epochs, places = np.divmod(np.arange(step * self.rows, (step + 1) * self.rows), self.rows_in_epoch)
@@ -67,7 +73,7 @@ class PackedBatches:
 
 
 def validation_rows(tokens: TokenFile, length: int, limit_tokens: int | None = None) -> dict[str, Tensor]:
-    """The text in its own order, as rows of `length` tokens; the same keys as PackedBatches.batch."""
+    """The text in its own order, as rows of `length` tokens; the same rows and keys as in PackedBatches."""
     return _pack(tokens, np.arange(_count_rows(tokens, length, limit_tokens)), length)
 
 
@@ -79,7 +85,12 @@ def _count_rows(tokens: TokenFile, length: int, limit_tokens: int | None = None)
     if count < length:
         found = f"{_name(tokens)}: {count:,} tokens are fewer than one row of {length:,}"
         raise DataError(f"{found}: give more text, or lower ", Argument("length"))
-    return count // length
+    return 1 + (count - length) // _stride(tokens, length)
+
+
+def _stride(tokens: TokenFile, length: int) -> int:
+    """Tokens from the start of a row to that of the next."""
+    return length if tokens.bos is None else length - 1
 
 
 def _name(tokens: TokenFile) -> str:
@@ -88,13 +99,20 @@ def _name(tokens: TokenFile) -> str:
 
 def _pack(tokens: TokenFile, rows: np.ndarray, length: int) -> dict[str, Tensor]:
     """Where a document starts, positions count from 0 again and the token is not to be predicted."""
-    columns = np.arange(length)
-    ids = np.asarray(tokens.tokens[rows[:, None] * length + columns], dtype=np.int64)
+    columns, firsts = np.arange(length), rows * _stride(tokens, length)
+    nearest = np.minimum(np.searchsorted(tokens.starts, firsts), len(tokens.starts) - 1)
+    needs_bos = (tokens.starts[nearest] != firsts) & (tokens.bos is not None)
+    firsts = firsts - needs_bos  # bos replaces what is in the first column
+    ids = np.asarray(tokens.tokens[firsts[:, None] + columns], dtype=np.int64)
     is_start = np.zeros(ids.shape, dtype=bool)
     is_start[:, 0] = True
-    for row, first in enumerate(rows * length):
+    for row, first in enumerate(firsts):
         low, high = np.searchsorted(tokens.starts, (first, first + length))
         is_start[row, tokens.starts[low:high] - first] = True
     positions = columns - np.maximum.accumulate(np.where(is_start, columns, 0), axis=1)
-    packed = {"input_ids": ids, "position_ids": positions, "labels": np.where(is_start, IGNORED, ids)}
+    labels = np.where(is_start, IGNORED, ids)
+    if tokens.bos is not None:
+        ids[needs_bos, 0] = tokens.bos
+        labels[~needs_bos, -1] = IGNORED  # the next row's first token
+    packed = {"input_ids": ids, "position_ids": positions, "labels": labels}
     return {name: torch.from_numpy(array) for name, array in packed.items()}

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, DownloadColumn
 
 from fastweights.data.readers import DataError, Documents, Source, find
 from fastweights.loading import require_tokenizer
+from fastweights.tokenization import bos_token
 from fastweights.utils.errors import Argument
 from fastweights.utils.files import atomic_folder, remove_leftovers, write_json
 from fastweights.utils.parsing import read_json
@@ -49,6 +50,7 @@ class TokenFile:
     tokens: np.ndarray  # ids, uint16 or uint32
     starts: np.ndarray  # index of each document's first token, int64; the first is 0
     meta: dict[str, Any]  # source, settings, fingerprint of the tokenizer, vocab_size, largest_id, counts, and sha256
+    bos: int | None = None  # the token that the model expects before every row, as before every document
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -61,6 +63,11 @@ class TokenFile:
             for start in range(0, len(array), CHECKSUM_ITEMS):
                 checksum.update(array[start : start + CHECKSUM_ITEMS].tobytes())
         return checksum.hexdigest()
+
+    @property
+    def identity(self) -> list[Any]:
+        """What a resumed run compares: rows made of the same tokens, with or without bos."""
+        return [len(self), self.checksum, *([] if self.bos is None else [self.bos])]
 
 
 def prepare(
@@ -95,18 +102,19 @@ def prepare(
     if limit is not None and limit < 1:
         raise DataError(Argument("limit"), f" must be at least 1 token, found {limit}")
     if (Path(source) / "tokens.bin").is_file():
-        return _tokens_in(Path(source), limit)
+        return _tokens_in(Path(source), limit, bos_token(tokenizer))
     found = find(os.fspath(source), text_field)
     settings = {"text_field": text_field, "limit": limit, "tokenizer": _tokenizer_fingerprint(tokenizer)}
     root = Path(cache or os.environ.get("FASTWEIGHTS_CACHE") or "~/.cache/fastweights").expanduser().resolve()
     folder = root / "data" / _fingerprint([FORMAT_VERSION, found.identity, settings])
-    ready = _open(folder)
-    return _make(folder, partial(_write, found, tokenizer, settings, progress)) if ready is None else ready
+    bos = bos_token(tokenizer)
+    ready = _open(folder, bos)
+    return _make(folder, partial(_write, found, tokenizer, settings, progress), bos) if ready is None else ready
 
 
-def _tokens_in(folder: Path, limit: int | None) -> TokenFile:
+def _tokens_in(folder: Path, limit: int | None, bos: int | None) -> TokenFile:
     """Tokens that were made elsewhere. `check_vocabulary` checks that the tokenizer is the model's."""
-    tokens = _open(folder)
+    tokens = _open(folder, bos)
     if tokens is None:
         raise DataError(f"{folder}: tokens.bin is not as meta.json and starts.npy beside it say: copy the folder again")
     return replace(tokens, tokens=tokens.tokens[:limit], starts=tokens.starts[tokens.starts < (limit or len(tokens))])
@@ -135,13 +143,13 @@ def _fingerprint(content: Any) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
-def _open(folder: Path) -> TokenFile | None:
+def _open(folder: Path, bos: int | None = None) -> TokenFile | None:
     """The token file in a folder; None where there is none or it is damaged."""
     try:
         meta = read_json(folder / "meta.json")
         tokens = np.memmap(folder / "tokens.bin", dtype=DTYPES[meta["dtype"]], mode="r")
         starts = np.load(folder / "starts.npy", mmap_mode="r", allow_pickle=False)
-        opened = TokenFile(folder, tokens, starts, meta)
+        opened = TokenFile(folder, tokens, starts, meta, bos)
         return opened if _is_whole(opened) else None
     except Exception:  # numpy parses the header of starts.npy as Python, which raises errors of many kinds
         return None
@@ -164,7 +172,7 @@ def _meta_checksum(meta: dict[str, Any]) -> str:
     return _fingerprint(sorted((name, value) for name, value in meta.items() if name != META_CHECKSUM))
 
 
-def _make(folder: Path, write: Callable[[Path], None]) -> TokenFile:
+def _make(folder: Path, write: Callable[[Path], None], bos: int | None) -> TokenFile:
     """Write a token file. Another process may have finished first: its file is as good."""
     failure: OSError | None = None
     remove_leftovers(folder.parent)  # also those of other texts, which nobody may ask for again
@@ -173,7 +181,7 @@ def _make(folder: Path, write: Callable[[Path], None]) -> TokenFile:
             write(temporary)
     except OSError as error:
         failure = error
-    made = _open(folder)
+    made = _open(folder, bos)
     if made is None:
         reason = "it cannot be read back" if failure is None else failure.strerror
         raise DataError(f"cannot write to {folder}: {reason}; set FASTWEIGHTS_CACHE to another folder") from failure

@@ -13,10 +13,10 @@ import torch
 from fastweights.config import ConfigError
 from fastweights.decode.engine import Engine, StreamedToken, end_of_text, prefill
 from fastweights.decode.sampling import Sampling
-from fastweights.decode.text import encode
 from fastweights.modeling.cache import FastWeightsCache, StateError
 from fastweights.modeling.modes import evaluating
 from fastweights.modeling.positions import check_length, position_limit
+from fastweights.tokenization import prompt_tokens
 from fastweights.utils.errors import Argument
 
 # The format of a model without a chat template: the system prompt, then lines "User: ..." and "Assistant: ...".
@@ -76,7 +76,7 @@ class ChatFormat:
     def first_turn(self, text: str) -> list[int]:
         """Tokens from the beginning of a conversation to the beginning of its first answer."""
         rendered = self._render([*self._system, _message("user", text)], generate=True)
-        return encode(self.tokenizer, rendered, begins=self.plain)  # a template writes special tokens itself
+        return prompt_tokens(self.tokenizer, rendered)
 
     def next_turn(self, text: str) -> list[int]:
         """Tokens from the end of a turn to the beginning of the next answer."""
@@ -107,9 +107,11 @@ class ChatFormat:
 
     def _tokens_after(self, before: str, text: str) -> list[int]:
         """Tokens of a text that follows another one: some tokenizers put a space in front of a text."""
-        start = encode(self.tokenizer, before, begins=False)
-        whole = encode(self.tokenizer, before + text, begins=False)
-        return whole[len(start) :] if whole[: len(start)] == start else encode(self.tokenizer, text, begins=False)
+        start = prompt_tokens(self.tokenizer, before, continues=True)
+        whole = prompt_tokens(self.tokenizer, before + text, continues=True)
+        if whole[: len(start)] == start:
+            return whole[len(start) :]
+        return prompt_tokens(self.tokenizer, text, continues=True)
 
 
 def _message(role: str, text: str) -> dict[str, str]:

@@ -19,12 +19,13 @@ from fastweights.config import ConfigError, is_whole
 from fastweights.decode.model import ForwardDecodeModel, UnsupportedModel, make_decode_model
 from fastweights.decode.sampler import GREEDY, Sampler, SamplerMode
 from fastweights.decode.sampling import Sampling
-from fastweights.decode.text import TextDecoder, encode
+from fastweights.decode.text import TextDecoder
 from fastweights.modeling.cache import FastWeightsCache
 from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.modes import evaluating
 from fastweights.modeling.positions import check_length
 from fastweights.ops.device import unsupported_reason
+from fastweights.tokenization import prompt_tokens
 from fastweights.utils.errors import Argument, FastWeightsError
 from fastweights.utils.progress import track
 
@@ -460,7 +461,8 @@ class Engine:
             if self.tokenizer is None:
                 how = "give its tokens, tokenizer(text).input_ids, or make the engine with "
                 raise ConfigError(*name, f" is a string: {how}", Argument("tokenizer"))
-            prompt = encode(self.tokenizer, prompt, begins=state is None or state.lengths is None)
+            begins = state is None or state.lengths is None
+            prompt = prompt_tokens(self.tokenizer, prompt, continues=not begins)
         try:
             ids = torch.as_tensor(prompt)
         except (TypeError, ValueError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""Text to tokens and back, for prompts and for tokens that arrive one at a time."""
+"""Tokens to text, for tokens that arrive one at a time."""
 
 from __future__ import annotations
 
@@ -8,18 +8,6 @@ from typing import Any
 REPLACEMENT = "\ufffd"
 # A character has at most four bytes. So at most three can wait for their last one.
 MAX_WAITING = 3
-
-
-def encode(tokenizer: Any, text: str, begins: bool) -> list[int]:
-    """Return the tokens of a prompt.
-
-    Args:
-        tokenizer: A tokenizer of transformers.
-        text: The text.
-        begins: Whether the text is the beginning of a sequence. It then gets the special tokens that the tokenizer
-            adds, such as beginning-of-text. A text that continues a state gets none.
-    """
-    return list(tokenizer(text, add_special_tokens=begins).input_ids)
 
 
 class TextDecoder:

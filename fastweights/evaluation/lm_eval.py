@@ -33,6 +33,7 @@ from rich.progress import Progress
 from fastweights.evaluation.forward import EvaluationError
 from fastweights.loading import require_tokenizer
 from fastweights.modeling.modes import evaluating
+from fastweights.tokenization import adds_eos, bos_token, set_special_tokens
 from fastweights.utils.errors import Argument
 from fastweights.utils.progress import progress_bar
 
@@ -109,12 +110,12 @@ def rolling_perplexity(model: Any, tokenizer: Any, text: str, length: int, *, ba
         from lm_eval.api.instance import Instance
 
         # Its cache takes the losses of the wrong tokens where the last window repeats an earlier one (lm-eval 0.4.13).
-        adapter = _adapter(model, tokenizer, length, batch_size, add_bos_token=False, logits_cache=False)
+        adapter = _adapter(model, tokenizer, length, batch_size, logits_cache=False)
         if adapter.prefix_token_id is None:
             raise EvaluationError("lm-eval needs a bos or eos token, and the tokenizer has neither")
         request = Instance("loglikelihood_rolling", doc={}, arguments=(text,), idx=0)
         (log_likelihood,) = adapter.loglikelihood_rolling([request], disable_tqdm=True)
-        return -float(log_likelihood), len(adapter.tok_encode(text))
+        return -float(log_likelihood), len(adapter.tok_encode(text, add_special_tokens=False))
 
 
 def check_tasks(tasks: Sequence[str], task_folder: str | os.PathLike | None = None) -> None:
@@ -153,16 +154,44 @@ def _tasks_in(folder: str) -> Any:
 def _adapter(
     model: Any, tokenizer: Any, length: int | None, batch_size: int, bar: Progress | None = None, **settings: Any
 ) -> Any:
-    """lm-eval's Hugging Face model around ours. It may give the tokenizer a padding token, so it gets a copy."""
+    """lm-eval's Hugging Face model around ours. It may give the tokenizer a padding token, so it gets a copy.
+
+    Of its own accord lm-eval has no bos where it cuts a sequence, nor before the second window of a text.
+    """
     from lm_eval.models.huggingface import HFLM
 
+    require_tokenizer(tokenizer)
+    bos, own = bos_token(tokenizer), copy.deepcopy(tokenizer)
+    if adds_eos(tokenizer):  # contexts must not end with it
+        set_special_tokens(own, bos=bos is not None, eos=False)
+
     class Adapter(HFLM):
+        add_bos_token: bool | None
+
+        def loglikelihood_rolling(self, *args: Any, **kwargs: Any) -> Any:
+            before, self.add_bos_token = self.add_bos_token, False  # special tokens are not scored
+            try:
+                return super().loglikelihood_rolling(*args, **kwargs)
+            finally:
+                self.add_bos_token = before
+
+        def tok_batch_encode(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            ids, mask = super().tok_batch_encode(*args, **kwargs)
+            if bos is not None:
+                ids[mask[:, 0] == 1, 0] = bos
+            return ids, mask
+
         def _loglikelihood_tokens(self, requests: Any, *args: Any, **kwargs: Any) -> Any:
             longest = max(len(continuation) for _, _, continuation in requests)
             if longest > self.max_length:
                 raise EvaluationError(f"a continuation has {longest} tokens: allow more than length {self.max_length}")
             if bar is not None:
                 bar.update(bar.task_ids[0], total=len(requests), completed=0)
+            if bos is not None:
+                requests = [
+                    (text, _starting_with(bos, context, self.max_length + 1 - len(continuation)), continuation)
+                    for text, context, continuation in requests
+                ]
             return super()._loglikelihood_tokens(requests, *args, **kwargs)
 
         def _model_call(self, inps: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -170,9 +199,13 @@ def _adapter(
                 bar.advance(bar.task_ids[0], len(inps))
             return super()._model_call(inps, *args, **kwargs)
 
-    require_tokenizer(tokenizer)
     settings |= {"max_length": length, "batch_size": batch_size, "softmax_dtype": "float32", "trust_remote_code": False}
-    return Adapter(pretrained=model, tokenizer=copy.deepcopy(tokenizer), **settings)
+    return Adapter(pretrained=model, tokenizer=own, **settings)
+
+
+def _starting_with(bos: int, context: list[int], length: int) -> list[int]:
+    """The last `length` tokens of a context, the first of them replaced by bos."""
+    return [bos, *context[-length:][1:]]
 
 
 def _simple_evaluate(adapter: Any, manager: Any, tasks: Sequence[str], limit: int | None) -> Any:

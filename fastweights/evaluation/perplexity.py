@@ -1,7 +1,8 @@
 """Perplexity of a text in windows, and loss by position in a window.
 
 A text is one row of tokens behind a first token that is not scored (as in lm-eval: bos, else eos). Windows of at most
-`length` input tokens move along the row so that every token of the text is scored exactly once.
+`length` input tokens move along the row so that every token of the text is scored exactly once. Where the model expects
+a bos token before every sequence, it takes the place of the first token that each window reads.
 Shapes: B windows, T tokens, V vocabulary.
 """
 
@@ -21,6 +22,7 @@ from fastweights.loading import require_tokenizer
 from fastweights.modeling.modes import evaluating
 from fastweights.modeling.positions import position_limit
 from fastweights.results import PerplexityRow, PositionBucket
+from fastweights.tokenization import bos_token
 from fastweights.utils.errors import Argument
 from fastweights.utils.progress import track
 
@@ -41,6 +43,12 @@ class Perplexity:
     bytes: int
     length: int
     context: int
+
+    def __repr__(self) -> str:
+        rates = ", ".join(f"{name}={getattr(self, name):.6g}" for name in ("token", "word", "bits_per_byte"))
+        return (
+            f"Perplexity({rates}, nll={self.nll!r}, tokens={self.tokens}, length={self.length}, context={self.context})"
+        )
 
     @property
     def token(self) -> float:
@@ -80,7 +88,8 @@ def perplexity(
     batch_size: int = 8,
     progress: bool = True,
 ) -> Perplexity:
-    """Measure the perplexity of a text. With context 0 the windows are those of lm-eval's loglikelihood_rolling.
+    """Measure the perplexity of a text. With context 0 the windows are those of lm-eval's loglikelihood_rolling, all of
+    them with bos in front where the model expects it.
 
     Args:
         model: Any causal model.
@@ -101,7 +110,7 @@ def perplexity(
     with evaluating(model):
         for first in _batches(len(windows), batch_size, "perplexity", progress):
             batch = windows[first : first + batch_size]
-            inputs = torch.stack([row[window.start : window.end + 1] for window in batch])
+            inputs = _read_windows(row, batch, bos_token(tokenizer))
             losses = _losses(model, inputs, keep=max(window.scored for window in batch))
             nll += sum(_sum(loss[-window.scored :], window) for window, loss in zip(batch, losses, strict=True))
     return Perplexity(nll, len(row) - 1, len(text.split()), len(text.encode()), length, context)
@@ -142,7 +151,7 @@ def perplexity_by_position(
     with evaluating(model):
         for first in _batches(len(windows), batch_size, "by position", progress):
             batch = windows[first : first + batch_size]
-            losses = _losses(model, torch.stack([row[window.start : window.end + 1] for window in batch]), keep=length)
+            losses = _losses(model, _read_windows(row, batch, bos_token(tokenizer)), keep=length)
             for window, loss in zip(batch, losses, strict=True):
                 _sum(loss, window)
             totals += losses.double().sum(0)
@@ -204,6 +213,14 @@ def _token_row(model: Any, tokenizer: Any, text: str) -> Tensor:
         )
     first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     return torch.tensor(ids if first is None else [first, *ids])
+
+
+def _read_windows(row: Tensor, windows: Sequence[Window], bos: int | None) -> Tensor:
+    """The tokens that windows read, and the one after them, [B,T+1]. They start with bos where it is not None."""
+    rows = torch.stack([row[window.start : window.end + 1] for window in windows])
+    if bos is not None:
+        rows[:, 0] = bos
+    return rows
 
 
 def _losses(model: Any, rows: Tensor, keep: int) -> Tensor:

@@ -30,6 +30,7 @@ def recall_probe(
     pairs: int = 8,
     samples: int = 64,
     vocabulary: Sequence[int] | None = None,
+    bos: int | None = None,
     seed: int = 0,
     batch_size: int = 8,
     progress: bool = True,
@@ -53,6 +54,7 @@ def recall_probe(
         samples: Sequences for each distance.
         vocabulary: Token ids to draw from; by default the middle half of all ids. Tokenizers number tokens by
             frequency, so these are neither bytes and stop words nor the rarest tokens.
+        bos: The token before every sequence; by default the bos token in the model's config, else the eos token there.
         seed: Of the random tokens.
         batch_size: Sequences in a forward pass.
         progress: Whether to show a progress bar.
@@ -75,7 +77,8 @@ def recall_probe(
         )
     check_positions(model, max(distances) + needed, "sequences of")
     found = Recall(pairs=[], copy=[])
-    read = functools.partial(_read, model, batch_size)
+    first = next(iter([*([] if bos is None else [bos]), *_special_tokens(model, "bos", "eos")]), None)
+    read = functools.partial(_read, model, batch_size, first)
     with evaluating(model):
         for distance in track(distances, "recall", enabled=progress):
             draw = functools.partial(_draw, ids, samples, torch.Generator().manual_seed(seed))
@@ -135,9 +138,8 @@ def _draw(ids: Tensor, samples: int, generator: torch.Generator, different: int,
     return ids[order[:, :different]], ids[order.gather(1, filler)]
 
 
-def _read(model: Any, batch_size: int, sequences: Tensor, keep: int) -> Iterator[Tensor]:
-    """The last logits [B,keep,V] after sequences with the model's own first token in front, where it has one."""
-    first = next(iter(_special_tokens(model, "bos", "eos")), None)
+def _read(model: Any, batch_size: int, first: int | None, sequences: Tensor, keep: int) -> Iterator[Tensor]:
+    """The last logits [B,keep,V] after sequences with the token `first` in front, if there is one."""
     sequences = sequences if first is None else nn.functional.pad(sequences, (1, 0), value=first)
     for batch in sequences.split(batch_size):
         logits = call_model(model, batch, keep, use_cache=False).logits[:, -keep:].float().cpu()

@@ -15,6 +15,7 @@ from fastweights.evaluation.recall import ordinary_tokens, recall_probe
 from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.description import describe
 from fastweights.results import CacheSize, EvaluatedModel, EvaluationResult
+from fastweights.tokenization import bos_token
 from fastweights.utils.errors import Argument, error_context
 
 Measure = Callable[[Any, Any], Any]
@@ -120,7 +121,8 @@ def _on_text(name: str, measure: Callable[..., Any], *arguments: Any, **options:
 
 def _recall(model: Any, tokenizer: Any, **options: Any) -> Any:
     with error_context(Argument("recall"), ": "):
-        return recall_probe(model, vocabulary=ordinary_tokens(model, tokenizer), **options)
+        vocabulary, bos = ordinary_tokens(model, tokenizer), bos_token(tokenizer)
+        return recall_probe(model, vocabulary=vocabulary, bos=bos, **options)
 
 
 def _measure(name: str, model: Any, tokenizer: Any, measures: Mapping[str, Measure]) -> EvaluatedModel:

@@ -233,7 +233,7 @@ class Trainer:
             raise TrainingError(Argument("shard"), ": there is one process only: start several with torchrun")
         check_run(config, self.student, self.world_size, self.sharded)
         self.teacher = self._load_teacher()
-        self.tokens = self._prepare(config.data)
+        self.tokens = self._prepare(config.data, self.progress.data)
         self.progress.data = self._check_same_text("data", self.tokens, self.progress.data)
         self.batches = [self._make_batches(number) for number in range(len(self.recipe.stages))]
         self.validation = self._prepare_validation()
@@ -341,8 +341,12 @@ class Trainer:
             raise TrainingError(Argument("teacher"), f" {name} is converted itself: transfer and fit need attention")
         return teacher.eval().requires_grad_(False).to(self.device)
 
-    def _prepare(self, source: str) -> TokenFile:
-        """The tokens of a text. One process tokenizes; the others find its file."""
+    def _prepare(self, source: str, before: list[Any] | None) -> TokenFile:
+        """The tokens of a text. One process tokenizes; the others find its file.
+
+        A run of a version that put no bos before its rows goes on without: what is known of its text, `before`, has no
+        bos token.
+        """
         with self.accelerator.main_process_first():
             tokens = prepare(
                 source,
@@ -352,20 +356,23 @@ class Trainer:
                 progress=self.display.enabled,
             )
         check_vocabulary(tokens, self.tokenizer, self.student.config)
+        if tokens.bos is not None and self.last is not None and len(before or ()) < 3:
+            self.display.print(f"{self.folder} was started without bos before every row, and goes on so")
+            return replace(tokens, bos=None)
         return tokens
 
     def _prepare_validation(self) -> Batch | None:
         if self.config.validation is None:
             return None
         with error_context(Argument("validation"), ": "):
-            tokens = self._prepare(self.config.validation)
+            tokens = self._prepare(self.config.validation, self.progress.validation_data)
         before = self.progress.validation_data
         self.progress.validation_data = self._check_same_text("validation", tokens, before)
         return validation_rows(tokens, self.recipe.length, self.recipe.validation_tokens)
 
     def _check_same_text(self, argument: str, tokens: TokenFile, before: list[Any] | None) -> list[Any]:
         """The length and checksum of a text. A resumed run must find those that it started with."""
-        found = [len(tokens), tokens.checksum]
+        found = tokens.identity
         # runs of earlier versions have a checksum of some of the tokens
         sample = [len(tokens), zlib.crc32(tokens.tokens[:: max(1, len(tokens) // 100_000)].tobytes())]
         if before not in (None, found, sample):

@@ -9,18 +9,23 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
-from hypothesis.strategies import integers, lists
+from hypothesis.strategies import booleans, integers, lists
 
 from fastweights.data.batches import PackedBatches, validation_rows
 from fastweights.data.readers import DataError
 from fastweights.data.token_files import TokenFile
 from fastweights.modeling.packing import packed_starts
 
+BOS = 9_999
 
-def token_file(lengths: list[int]) -> TokenFile:
-    """Documents of these lengths; every token has a number of its own."""
+
+def token_file(lengths: list[int], bos: bool = False) -> TokenFile:
+    """Documents of these lengths; every token has a number of its own, but for the first of a document with `bos`."""
     starts = np.cumsum([0, *lengths[:-1]]).astype(np.int64)
-    return TokenFile(Path("made"), np.arange(sum(lengths), dtype=np.uint16), starts, {"source": "made"})
+    tokens = np.arange(sum(lengths), dtype=np.uint16)
+    if bos:
+        tokens[starts] = BOS
+    return TokenFile(Path("made"), tokens, starts, {"source": "made"}, BOS if bos else None)
 
 
 def naive_rows(lengths: list[int], length: int) -> list[dict[str, list[int]]]:
@@ -34,6 +39,24 @@ def naive_rows(lengths: list[int], length: int) -> list[dict[str, list[int]]]:
             row["position_ids"].append(0 if starts else row["position_ids"][-1] + 1)
             row["labels"].append(-100 if starts else token)
             row["input_ids"].append(token)
+        rows.append(row)
+    return rows
+
+
+def naive_rows_with_bos(lengths: list[int], length: int) -> list[dict[str, list[int]]]:
+    """Rows of `length - 1` new tokens each. A row that starts with a document has bos, else it gets one."""
+    tokens, firsts = token_file(lengths, bos=True).tokens.tolist(), {sum(lengths[:i]) for i in range(len(lengths))}
+    rows = []
+    for begin in range(0, len(tokens) - length + 1, length - 1):
+        own = range(begin, begin + length) if begin in firsts else range(begin, begin + length - 1)
+        row: dict[str, list[int]] = {"input_ids": [], "position_ids": [], "labels": []}
+        if begin not in firsts:
+            row = {"input_ids": [BOS], "position_ids": [0], "labels": [-100]}
+        for token in own:
+            is_new = token < begin + length - 1
+            row["position_ids"].append(0 if token in firsts else row["position_ids"][-1] + 1)
+            row["labels"].append(tokens[token] if is_new and token not in firsts else -100)
+            row["input_ids"].append(tokens[token])
         rows.append(row)
     return rows
 
@@ -55,13 +78,35 @@ def test_positions_and_labels_restart_at_document_boundaries() -> None:
     assert reset is not None and rows["input_ids"][reset].tolist() == [s for s in tokens.starts if s % 4]
 
 
+def test_every_row_starts_with_bos_once_and_every_token_is_scored_once() -> None:
+    """Rows cut inside a document, at a document's start, and documents that start inside a row."""
+    tokens = token_file([7, 5, 9, 1, 8], bos=True)
+    rows = validation_rows(tokens, 4)
+    assert rows["input_ids"].tolist()[:5] == [
+        [BOS, 1, 2, 3],  # a document's own bos
+        [BOS, 3, 4, 5],
+        [BOS, 6, BOS, 8],
+        [BOS, 9, 10, 11],
+        [BOS, 13, 14, 15],  # its own again
+    ]
+    assert rows["position_ids"].tolist()[2] == [0, 1, 0, 1]
+    scored = rows["labels"][rows["labels"] != -100].tolist()
+    assert scored == [token for token in range(27) if token not in tokens.starts]
+    assert BOS not in scored
+
+
 @settings(deadline=None, max_examples=100, derandomize=True, database=None)
-@given(lists(integers(1, 9), min_size=1), integers(2, 12), integers(1, 4), integers(0, 20), integers(0, 2**32))
-def test_batches_equal_those_of_a_naive_loop(lengths: list[int], length: int, rows: int, step: int, seed: int) -> None:
-    expected, tokens = naive_rows(lengths, length), token_file(lengths)
+@given(
+    lists(integers(1, 9), min_size=1), integers(2, 12), integers(1, 4), integers(0, 20), integers(0, 2**32), booleans()
+)
+def test_batches_equal_those_of_a_naive_loop(
+    lengths: list[int], length: int, rows: int, step: int, seed: int, bos: bool
+) -> None:
+    expected, tokens = (naive_rows_with_bos if bos else naive_rows)(lengths, length), token_file(lengths, bos)
     assume(len(expected) >= rows)
     assert as_lists(validation_rows(tokens, length)) == expected
-    assert as_lists(validation_rows(tokens, length, limit_tokens=rows * length + 1)) == expected[:rows]
+    limit = 1 + rows * (length - 1) if bos else rows * length
+    assert as_lists(validation_rows(tokens, length, limit_tokens=limit)) == expected[:rows]
     batches = PackedBatches(tokens, length, rows, seed)
     batch = batches.batch(step)
     epochs = range((step + 1) * rows // len(expected) + 1)

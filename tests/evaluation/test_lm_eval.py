@@ -120,10 +120,11 @@ def test_windows_match_lm_eval() -> None:
     (pretrained("gpt2"), pretrained("gemma2"), converted("gpt2", window=3), converted(layers=(1,))),
     ids=("gpt2", "gemma2", "converted", "hybrid"),
 )
-def test_perplexity_matches_lm_eval(model: Any, text: str) -> None:
+@pytest.mark.parametrize("bos", (True, False), ids=("bos", "no bos"))
+def test_perplexity_matches_lm_eval(model: Any, text: str, bos: bool) -> None:
     for length in (16, 64, 96):
-        nll, tokens = rolling_perplexity(model, tokenizer(), text, length)
-        ours = perplexity(model, tokenizer(), text, length=length, batch_size=3, progress=False)
+        nll, tokens = rolling_perplexity(model, tokenizer(bos), text, length)
+        ours = perplexity(model, tokenizer(bos), text, length=length, batch_size=3, progress=False)
         assert ours.tokens == tokens == len(text)
         assert ours.nll == pytest.approx(nll, rel=1e-6)
         assert ours.token == pytest.approx(math.exp(nll / tokens), rel=1e-4)
@@ -194,6 +195,22 @@ def test_run_tasks_leaves_generators_model_and_files_unchanged(
     assert tokens.pad_token is None and asked == []
     assert capfd.readouterr() == ("", "")
     assert not (folder.parent / "cache").exists()
+
+
+def test_truncated_contexts_start_with_bos_and_never_end_with_eos(folder: Path) -> None:
+    model, seen = converted(), []
+    forward = model.forward
+    model.forward = lambda *args, **kwargs: seen.append(kwargs.get("input_ids", *args)) or forward(*args, **kwargs)
+    made = tokenizer()
+    made.eos_token = "!"
+    made.add_bos_token = made.add_eos_token = True
+    run_tasks(model, made, ["lambada"], task_folder=folder, length=20)
+    assert all(
+        bool((ids[:, 0] == made.bos_token_id).all()) and not bool((ids == made.eos_token_id).any()) for ids in seen
+    )
+    seen.clear()
+    run_tasks(model, tokenizer(bos=False), ["lambada"], task_folder=folder, length=20)
+    assert not any(bool((ids == made.bos_token_id).any()) for ids in seen) and len(seen)
 
 
 def test_length_truncates_long_sequences(folder: Path) -> None:

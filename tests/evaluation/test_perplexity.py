@@ -41,23 +41,31 @@ def loss_of(model: Any, seen: torch.Tensor, target: torch.Tensor) -> float:
     return float(-model(seen[None], use_cache=False).logits[0, -1].double().log_softmax(-1)[target])
 
 
-def definition(model: Any, text: str, length: int, context: int) -> float:
-    """Token by token: the number of its window tells what has been seen before it."""
+def definition(model: Any, text: str, length: int, context: int, bos: bool) -> float:
+    """Token by token: the number of its window tells what has been seen before it. With `bos` every window starts with
+    it, else the row does."""
     row = row_of(text)
     count, step, nll = len(row) - 1, length - context, 0.0
     for token in range(1, count + 1):
         window = 0 if token <= length else 1 + (token - length - 1) // step
-        end = min(count, length + window * step)
-        nll += loss_of(model, row[max(0, end - length) : token], row[token])
+        first = max(0, min(count, length + window * step) - length)
+        seen = torch.cat([row[:1] if bos else row[first : first + 1], row[first + 1 : token]])
+        nll += loss_of(model, seen, row[token])
     return nll
 
 
+@pytest.mark.parametrize("bos", (True, False), ids=("bos", "no bos"))
 @pytest.mark.parametrize("context", (0, 5, 15))
 @pytest.mark.parametrize("model", (pretrained("gpt2"), converted(window=3)), ids=("gpt2", "converted"))
-def test_each_token_is_scored_once_in_its_window(model: Any, context: int) -> None:
-    found = perplexity(model, tokenizer(), TEXT[:90], length=16, context=context, batch_size=3, **QUIET)
-    assert found.nll == pytest.approx(definition(model, TEXT[:90], 16, context), rel=1e-5)
+def test_each_token_is_scored_once_in_its_window(model: Any, context: int, bos: bool) -> None:
+    found = perplexity(model, tokenizer(bos), TEXT[:90], length=16, context=context, batch_size=3, **QUIET)
+    assert found.nll == pytest.approx(definition(model, TEXT[:90], 16, context, bos), rel=1e-5)
     assert (found.tokens, found.length, found.context) == (90, 16, context)
+
+
+def test_repr_shows_the_perplexity() -> None:
+    found = perplexity(converted(), tokenizer(), TEXT[:40], **QUIET)
+    assert f"token={found.token:.6g}" in repr(found) and f"word={found.word:.6g}" in repr(found)
 
 
 def test_text_shorter_than_a_window_is_scored_at_once() -> None:
@@ -170,11 +178,12 @@ def test_by_position_adds_up_to_the_perplexity() -> None:
     assert found[0].perplexity == pytest.approx(math.exp(found[0].loss))
 
 
-def test_position_buckets_average_the_right_tokens() -> None:
+@pytest.mark.parametrize("bos", (True, False), ids=("bos", "no bos"))
+def test_position_buckets_average_the_right_tokens(bos: bool) -> None:
     model, row = converted(), row_of(TEXT)
-    found = perplexity_by_position(model, tokenizer(), TEXT, length=50, buckets=(0, 1, 40, 99), **QUIET)
+    found = perplexity_by_position(model, tokenizer(bos), TEXT, length=50, buckets=(0, 1, 40, 99), **QUIET)
     assert [(row.start, row.end) for row in found] == [(0, 1), (1, 40), (40, 50)]
-    first = sum(loss_of(model, row[i : i + 1], row[i + 1]) for i in (0, 50, 100)) / 3
+    first = sum(loss_of(model, row[:1] if bos else row[i : i + 1], row[i + 1]) for i in (0, 50, 100)) / 3
     assert found[0].loss == pytest.approx(first, rel=1e-5)
     long = perplexity_by_position(converted(), tokenizer(), TEXT * 4, length=500, **QUIET)
     assert [row.start for row in long] == [0, 64, 128, 256]

@@ -84,6 +84,12 @@ def test_recall_sequences_have_the_stated_distance() -> None:
     assert not torch.equal(pairs[0], pairs[4])
 
 
+def test_sequences_start_with_the_bos_token_that_is_given() -> None:
+    model = Fake(looks_up)
+    recall_probe(model, distances=(40,), samples=2, bos=9, **QUIET)
+    assert all(bool((asked[:, 0] == 9).all()) for asked in model.asked)
+
+
 def test_recall_is_deterministic_given_the_seed() -> None:
     model = converted()
     first, again, other = (

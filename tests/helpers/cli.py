@@ -28,14 +28,16 @@ logging.disable_progress_bar()
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,!?'\n"
 
 
-def tokenizer() -> Any:
-    """One token for each character, in a vocabulary as large as the tiny models'; <s> is the first token of a text."""
+def tokenizer(bos: bool = True) -> Any:
+    """One token for each character, in a vocabulary as large as the tiny models'; <s> is the first token of a text, or
+    with bos=False there is none (as in GPT-2's, <s> is the bos token nevertheless)."""
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<s>", *CHARACTERS])}
     assert len(vocabulary) == VOCAB
     backend = Tokenizer(WordLevel(vocabulary, unk_token="?"))
     backend.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = Fuse()
-    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", vocabulary["<s>"])])
+    if bos:
+        backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", vocabulary["<s>"])])
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<s>")
 
 
