@@ -25,7 +25,9 @@ def train(
     model: Annotated[str | None, typer.Argument(metavar="[DIR]", help="Folder of a saved model.")] = None,
     data: Annotated[
         str | None,
-        typer.Option(help="Text to train on: a file (text, JSON lines, parquet; .xz, .gz), a folder, or hf:NAME."),
+        typer.Option(
+            help="Text or chats to train on: a file (text, JSON lines, parquet; .xz, .gz), a folder, or hf:NAME."
+        ),
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="New folder for the run.")] = None,
     recipe: Annotated[

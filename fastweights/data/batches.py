@@ -23,7 +23,8 @@ class PackedBatches:
     is predicted from bos. In a row that starts with a document, the document's bos is one of these, and the place that
     is left at the end has the next row's first token, without a label.
 
-    A document inside a row starts at position 0, and its first token is not predicted.
+    A document inside a row starts at position 0, and its first token is not predicted. Of conversations only the
+    assistant's answers are.
 
     Args:
         tokens: The text.
@@ -73,8 +74,15 @@ class PackedBatches:
 
 
 def validation_rows(tokens: TokenFile, length: int, limit_tokens: int | None = None) -> dict[str, Tensor]:
-    """The text in its own order, as rows of `length` tokens; the same rows and keys as in PackedBatches."""
-    return _pack(tokens, np.arange(_count_rows(tokens, length, limit_tokens)), length)
+    """The text in its own order, as rows of `length` tokens; the same rows and keys as in PackedBatches.
+
+    Raises:
+        DataError: There are too few tokens for a row, or the rows of a conversation have no answer in them.
+    """
+    rows = _pack(tokens, np.arange(_count_rows(tokens, length, limit_tokens)), length)
+    if tokens.scored is not None and not bool((rows["labels"][:, 1:] != IGNORED).any()):
+        raise DataError(f"{_name(tokens)}: no answer of the assistant is in the tokens that are read: give more")
+    return rows
 
 
 def _count_rows(tokens: TokenFile, length: int, limit_tokens: int | None = None) -> int:
@@ -111,6 +119,8 @@ def _pack(tokens: TokenFile, rows: np.ndarray, length: int) -> dict[str, Tensor]
         is_start[row, tokens.starts[low:high] - first] = True
     positions = columns - np.maximum.accumulate(np.where(is_start, columns, 0), axis=1)
     labels = np.where(is_start, IGNORED, ids)
+    if tokens.scored is not None:
+        labels[~tokens.scored[firsts[:, None] + columns]] = IGNORED
     if tokens.bos is not None:
         ids[needs_bos, 0] = tokens.bos
         labels[~needs_bos, -1] = IGNORED  # the next row's first token

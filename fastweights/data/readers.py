@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from fastweights.utils.errors import Argument, FastWeightsError
 
 SEPARATOR = b"<|endoftext|>"
+MESSAGES = "messages"
 
 _OPENERS: dict[str, Callable[[Any], Any]] = {".xz": lzma.open, ".gz": gzip.open}
 _TEXT_FIELD = Argument("text_field")
@@ -26,8 +27,16 @@ class DataError(FastWeightsError):
     """Text that cannot be read, is too little, or does not fit the model."""
 
 
-# A document's text, and how many bytes of its file were read up to its end.
-Documents = Iterator[tuple[str, int]]
+class Conversation(NamedTuple):
+    """A chat: messages, each with a role and its content, and where they were read."""
+
+    messages: list[dict[str, Any]]
+    where: str
+
+
+Document = str | Conversation
+# A document, and how many bytes of its file were read up to its end.
+Documents = Iterator[tuple[Document, int]]
 
 
 class Source(NamedTuple):
@@ -40,7 +49,10 @@ class Source(NamedTuple):
 
 
 def find(name: str, field: str) -> Source:
-    """The documents of a file, a folder or a data set, with the text in `field` where they have fields."""
+    """The documents of a file, a folder or a data set, with the text in `field` where they have fields.
+
+    Rows without this field may have a conversation in the field `messages` instead.
+    """
     if name.startswith("hf:") and name != "hf:":
         dataset, config, split, *_ = [*name.removeprefix("hf:").split(":", 2), "", ""]
         if config in ("train", "validation", "test") and not split:
@@ -148,8 +160,9 @@ def _dataset_documents(name: str, field: str, load: Callable[[Any], Any]) -> Doc
         raise DataError(f"to read {name} install the datasets package: pip install 'fastweights[eval]'") from error
     try:
         rows = load(datasets)
-        if field in (rows.column_names or ()):
-            rows = rows.select_columns([field])
+        columns = [column for column in (field, MESSAGES) if column in (rows.column_names or ())]
+        if columns:
+            rows = rows.select_columns(columns[:1])
         for row in rows:
             yield _field(row, field, name), 0
     except DataError:
@@ -159,23 +172,50 @@ def _dataset_documents(name: str, field: str, load: Callable[[Any], Any]) -> Doc
         raise DataError(f"{name} cannot be read: {reason}") from error
 
 
-def _field(row: Any, field: str, where: str) -> str:
+def _field(row: Any, field: str, where: str) -> Document:
+    if isinstance(row, dict) and field not in row and MESSAGES in row:
+        field = MESSAGES
     if not isinstance(row, dict) or field not in row:
         found = f"only {', '.join(row)}" if isinstance(row, dict) else f"it is a {type(row).__name__}"
         raise DataError(f"{where} has no field {field!r}, {found}: name the field of the text with ", _TEXT_FIELD)
     text = "" if row[field] is None else row[field]
+    if isinstance(text, list):
+        return Conversation([_message(*numbered, f"{where}: {field}") for numbered in enumerate(text, 1)], where)
     if not isinstance(text, str):
         kind = type(text).__name__
         found = f"the field {field!r} is a {kind}, not text"
         raise DataError(f"{where}: {found}: name the field of the text with ", _TEXT_FIELD)
-    # JSON can hold halves of characters (lone surrogates), which no tokenizer takes.
+    return _without_surrogates(text)
+
+
+def _message(number: int, message: Any, where: str) -> dict[str, Any]:
+    """A message of a conversation. Fields besides role and content are left to the chat template."""
+    if not isinstance(message, dict):
+        found = f"a {type(message).__name__}"
+    else:
+        wrong = [name for name in ("role", "content") if not isinstance(message.get(name), str)]
+        if not wrong:
+            return message | {"content": _without_surrogates(message["content"])}
+        found = f"{wrong[0]} is {f'a {type(message[wrong[0]]).__name__}' if wrong[0] in message else 'missing'}"
+    expected = 'every message must be an object with the texts "role" and "content"'
+    raise DataError(f"{where}, message {number}: {expected}, found: {found}")
+
+
+def _without_surrogates(text: str) -> str:
+    """JSON can hold halves of characters (lone surrogates), which no tokenizer takes."""
     return text.encode("utf-8", "replace").decode()
 
 
 def documents(name: str | os.PathLike, field: str = "text") -> Iterator[str]:
-    """The documents of a source, one after another."""
-    for text, _ in find(str(name), field).documents:
-        yield text
+    """The documents of a source, one after another.
+
+    Raises:
+        DataError: The source cannot be read, or holds conversations.
+    """
+    for document, _ in find(str(name), field).documents:
+        if isinstance(document, Conversation):
+            raise DataError(f"{document.where} is a conversation, which only training reads: give text")
+        yield document
 
 
 def read_text(name: str | os.PathLike, field: str = "text") -> str:

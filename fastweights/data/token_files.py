@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.progress import BarColumn, DownloadColumn
 
-from fastweights.data.readers import DataError, Documents, Source, find
+from fastweights.data.chat import ChatEncoder
+from fastweights.data.readers import Conversation, DataError, Document, Documents, Source, find
 from fastweights.loading import require_tokenizer
 from fastweights.tokenization import bos_token
 from fastweights.utils.errors import Argument
@@ -25,6 +28,7 @@ from fastweights.utils.parsing import read_json
 from fastweights.utils.progress import progress_bar
 
 FORMAT_VERSION = 1
+SCORED = "scored.bin"  # only for conversations
 DTYPES = {"uint16": np.uint16, "uint32": np.uint32}
 META_CHECKSUM = "meta_sha256"  # the field of meta.json with a checksum of the others
 
@@ -51,23 +55,28 @@ class TokenFile:
     starts: np.ndarray  # index of each document's first token, int64; the first is 0
     meta: dict[str, Any]  # source, settings, fingerprint of the tokenizer, vocab_size, largest_id, counts, and sha256
     bos: int | None = None  # the token that the model expects before every row, as before every document
+    scored: np.ndarray | None = None  # of conversations, which tokens are to be predicted, bool; None: all
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @cached_property
     def checksum(self) -> str:
-        """SHA-256 of all tokens and starts, read once."""
+        """SHA-256 of all tokens, starts and scored, read once."""
         checksum = hashlib.sha256()
-        for array in (self.tokens, self.starts):
-            for start in range(0, len(array), CHECKSUM_ITEMS):
-                checksum.update(array[start : start + CHECKSUM_ITEMS].tobytes())
+        for array in (self.tokens, self.starts, *([] if self.scored is None else [self.scored])):
+            _update(checksum, array)
         return checksum.hexdigest()
 
     @property
     def identity(self) -> list[Any]:
         """What a resumed run compares: rows made of the same tokens, with or without bos."""
         return [len(self), self.checksum, *([] if self.bos is None else [self.bos])]
+
+
+def _update(checksum: Any, array: np.ndarray) -> None:
+    for start in range(0, len(array), CHECKSUM_ITEMS):
+        checksum.update(array[start : start + CHECKSUM_ITEMS].tobytes())
 
 
 def prepare(
@@ -82,12 +91,14 @@ def prepare(
     """Tokenize a text, or open its tokens in the cache.
 
     Each document gets the tokenizer's usual special tokens and ends with its eos token. Blank documents are left out.
+    A conversation is rendered by the tokenizer's chat template, and only the assistant's answers are to be predicted.
     Of several processes, let one call this first.
 
     Args:
         source: A text file (documents are separated by lines `<|endoftext|>`), JSON lines, parquet, a folder of such
             files (text and JSON lines may be .xz or .gz), a folder that a data set's `save_to_disk` wrote, a data set
-            of the hub, hf:NAME[:CONFIG][:SPLIT], or a folder of tokens that an earlier call made.
+            of the hub, hf:NAME[:CONFIG][:SPLIT], or a folder of tokens that an earlier call made. Rows of JSON lines,
+            parquet files and data sets may have a conversation in the field `messages` instead of text.
         tokenizer: The model's tokenizer.
         cache: Folder for token files; by default $FASTWEIGHTS_CACHE, else ~/.cache/fastweights.
         text_field: Field that holds the text in JSON lines, parquet files and data sets.
@@ -105,11 +116,38 @@ def prepare(
         return _tokens_in(Path(source), limit, bos_token(tokenizer))
     found = find(os.fspath(source), text_field)
     settings = {"text_field": text_field, "limit": limit, "tokenizer": _tokenizer_fingerprint(tokenizer)}
+    chat_settings = settings | {"chat_template": _fingerprint(getattr(tokenizer, "chat_template", None))}
     root = Path(cache or os.environ.get("FASTWEIGHTS_CACHE") or "~/.cache/fastweights").expanduser().resolve()
-    folder = root / "data" / _fingerprint([FORMAT_VERSION, found.identity, settings])
+    text, chat = (
+        root / "data" / _fingerprint([FORMAT_VERSION, found.identity, values]) for values in (settings, chat_settings)
+    )
     bos = bos_token(tokenizer)
-    ready = _open(folder, bos)
-    return _make(folder, partial(_write, found, tokenizer, settings, progress), bos) if ready is None else ready
+    for folder in (text, chat):
+        ready = _open(folder, bos)
+        if ready is not None:
+            return ready
+    found, is_chat = _look_ahead(found)
+    write = partial(_write, found, tokenizer, chat_settings if is_chat else settings, is_chat, progress)
+    return _make(chat if is_chat else text, write, bos)
+
+
+def _look_ahead(source: Source) -> tuple[Source, bool]:
+    """The source without blank documents, and whether it holds conversations, as its first document tells."""
+    filled = ((document, read) for document, read in source.documents if not _is_blank(document))
+    first = list(itertools.islice(filled, 1))
+    is_chat = bool(first) and isinstance(first[0][0], Conversation)
+    return source._replace(documents=_of_one_kind(source.name, itertools.chain(first, filled), is_chat)), is_chat
+
+
+def _of_one_kind(name: str, documents: Iterable[tuple[Document, int]], is_chat: bool) -> Documents:
+    for document, read in documents:
+        if isinstance(document, Conversation) != is_chat:
+            raise DataError(f"{name} has both text and conversations: train on one, then on the other")
+        yield document, read
+
+
+def _is_blank(document: Document) -> bool:
+    return not document.messages if isinstance(document, Conversation) else not document.strip()
 
 
 def _tokens_in(folder: Path, limit: int | None, bos: int | None) -> TokenFile:
@@ -117,7 +155,9 @@ def _tokens_in(folder: Path, limit: int | None, bos: int | None) -> TokenFile:
     tokens = _open(folder, bos)
     if tokens is None:
         raise DataError(f"{folder}: tokens.bin is not as meta.json and starts.npy beside it say: copy the folder again")
-    return replace(tokens, tokens=tokens.tokens[:limit], starts=tokens.starts[tokens.starts < (limit or len(tokens))])
+    starts = tokens.starts[tokens.starts < (limit or len(tokens))]
+    scored = None if tokens.scored is None else tokens.scored[:limit]
+    return replace(tokens, tokens=tokens.tokens[:limit], starts=starts, scored=scored)
 
 
 def check_vocabulary(tokens: TokenFile, tokenizer: Any, model_config: Any) -> None:
@@ -149,7 +189,8 @@ def _open(folder: Path, bos: int | None = None) -> TokenFile | None:
         meta = read_json(folder / "meta.json")
         tokens = np.memmap(folder / "tokens.bin", dtype=DTYPES[meta["dtype"]], mode="r")
         starts = np.load(folder / "starts.npy", mmap_mode="r", allow_pickle=False)
-        opened = TokenFile(folder, tokens, starts, meta, bos)
+        scored = np.memmap(folder / SCORED, dtype=np.bool_, mode="r") if "scored" in meta else None
+        opened = TokenFile(folder, tokens, starts, meta, bos, scored)
         return opened if _is_whole(opened) else None
     except Exception:  # numpy parses the header of starts.npy as Python, which raises errors of many kinds
         return None
@@ -161,6 +202,8 @@ def _is_whole(tokens: TokenFile) -> bool:
     if not isinstance(starts, np.ndarray) or starts.dtype != np.int64 or starts.ndim != 1:
         return False
     if (len(tokens), len(starts)) != (meta["tokens"], meta["documents"]) or not len(starts):
+        return False
+    if tokens.scored is not None and len(tokens.scored) != len(tokens):
         return False
     if starts[0] != 0 or starts[-1] >= len(tokens) or not bool((np.diff(starts) > 0).all()):
         return False
@@ -188,56 +231,90 @@ def _make(folder: Path, write: Callable[[Path], None], bos: int | None) -> Token
     return made
 
 
-def _write(source: Source, tokenizer: Any, settings: dict[str, Any], progress: bool, folder: Path) -> None:
+def _write(
+    source: Source, tokenizer: Any, settings: dict[str, Any], is_chat: bool, progress: bool, folder: Path
+) -> None:
     dtype = np.dtype(np.uint16 if max(len(tokenizer) - 1, *tokenizer.get_vocab().values()) < 2**16 else np.uint32)
     starts, count, largest, checksum = [], Counter[str](tokens=0), 0, hashlib.sha256()
     columns = ["{task.completed:,.0f} documents"] if source.size is None else [BarColumn(), DownloadColumn()]
     bar = progress_bar("{task.description}", *columns, enabled=progress)
     task = bar.add_task("tokenizing", total=source.size)
-    with (folder / "tokens.bin").open("wb") as file, bar:
-        for text, ids, read in _encoded(source.documents, tokenizer, settings["limit"]):
+    encode = partial(_encode_chats, ChatEncoder(tokenizer)) if is_chat else partial(_encode_texts, tokenizer)
+    with ExitStack() as files:
+        file = files.enter_context((folder / "tokens.bin").open("wb"))
+        scored_file = files.enter_context((folder / SCORED).open("wb")) if is_chat else None
+        files.enter_context(bar)
+        for document, read in _encoded(source.documents, tokenizer, encode, settings["limit"]):
             starts.append(count["tokens"])
-            encoded = ids.astype(dtype).tobytes()
+            encoded = document.ids.astype(dtype).tobytes()
             file.write(encoded)
             checksum.update(encoded)
-            count.update(tokens=len(ids), documents=1, words=len(text.split()), bytes=len(text.encode()))
-            largest = max(largest, int(ids.max()))
+            text = document.text
+            count.update(tokens=len(document.ids), documents=1, words=len(text.split()), bytes=len(text.encode()))
+            if scored_file is not None:
+                scored_file.write(document.scored.tobytes())
+                count.update(scored=int(document.scored.sum()))
+            largest = max(largest, int(document.ids.max()))
             bar.update(task, completed=count["documents"] if source.size is None else read)
     if not starts:
         raise DataError(f"{source.name} has no text in it: it is empty, or all its documents are blank")
     np.save(folder / "starts.npy", np.array(starts, dtype=np.int64))
-    checksum.update(np.array(starts, dtype=np.int64).tobytes())
+    _update(checksum, np.array(starts, dtype=np.int64))
+    if is_chat:
+        if not count["scored"]:
+            raise DataError(f"{source.name} has no answers to learn: no message that was read has the role 'assistant'")
+        _update(checksum, np.memmap(folder / SCORED, dtype=np.bool_, mode="r"))
     vocabulary = {"vocab_size": len(tokenizer), "largest_id": largest, "dtype": dtype.name}
     meta = {"source": source.name, **count, **vocabulary, **settings, "sha256": checksum.hexdigest()}
     write_json(folder / "meta.json", meta | {META_CHECKSUM: _meta_checksum(meta)})
 
 
-def _encoded(documents: Documents, tokenizer: Any, limit: int | None) -> Iterator[tuple[str, np.ndarray, int]]:
-    """Each document's text, ids and position in the source. The document that crosses the limit is cut there."""
+class _Encoded(NamedTuple):
+    """A document's text, its ids [T], and which of them are scored [T]."""
+
+    text: str
+    ids: np.ndarray
+    scored: np.ndarray
+
+
+def _encoded(
+    documents: Documents, tokenizer: Any, encode: Callable[[list[Any]], list[_Encoded]], limit: int | None
+) -> Iterator[tuple[_Encoded, int]]:
+    """Each document and its position in the source. The document that crosses the limit is cut there."""
     left = limit or 2**63
     for batch in _batches(documents):
-        for (text, read), ids in zip(batch, _encode([text for text, _ in batch], tokenizer), strict=True):
-            if len(ids) > left:
-                ids = ids[:left]
-                text = tokenizer.decode(ids, skip_special_tokens=True)
-            if len(ids):
-                yield text, ids, read
-            left -= len(ids)
+        for (_, read), document in zip(batch, encode([document for document, _ in batch]), strict=True):
+            if len(document.ids) > left:
+                ids = document.ids[:left]
+                document = _Encoded(tokenizer.decode(ids, skip_special_tokens=True), ids, document.scored[:left])
+            if len(document.ids):
+                yield document, read
+            left -= len(document.ids)
             if not left:
                 return
 
 
-def _batches(documents: Documents) -> Iterator[list[tuple[str, int]]]:
-    batch, characters = [], 0
-    for text, read in documents:
-        if text.strip():
-            batch.append((text, read))
-            characters += len(text)
+def _batches(documents: Documents) -> Iterator[list[tuple[Document, int]]]:
+    batch: list[tuple[Document, int]] = []
+    characters = 0
+    for document, read in documents:
+        batch.append((document, read))
+        texts = [document] if isinstance(document, str) else [message["content"] for message in document.messages]
+        characters += sum(map(len, texts))
         if characters >= BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
     if batch:
         yield batch
+
+
+def _encode_texts(tokenizer: Any, texts: list[str]) -> list[_Encoded]:
+    encoded = zip(texts, _encode(texts, tokenizer), strict=True)
+    return [_Encoded(text, ids, np.ones(len(ids), dtype=bool)) for text, ids in encoded]
+
+
+def _encode_chats(encoder: ChatEncoder, conversations: list[Conversation]) -> list[_Encoded]:
+    return [_Encoded(*encoder.encode(conversation)) for conversation in conversations]
 
 
 def _encode(texts: list[str], tokenizer: Any) -> list[np.ndarray]:

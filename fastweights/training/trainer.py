@@ -515,7 +515,8 @@ class Trainer:
             signal that arrives after this waits for the next step.
         """
         batches = active.batches
-        count = batches.rows if active.stage.loss == "transfer" else batches.targets(step)
+        # a batch of a conversation's questions has no targets, and the loss 0
+        count = batches.rows if active.stage.loss == "transfer" else max(1, batches.targets(step))
         parts = split(batches.batch(step, self.rank, self.world_size), self._rows_at_once(active.stage))
         total = torch.zeros((), device=self.device)
         for number, part in enumerate(parts):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import shlex
 import shutil
@@ -12,10 +13,11 @@ from typing import Any
 
 import pytest
 import transformers
-from helpers.cli import save_model, succeed
+from helpers.cli import CHAT_TEMPLATE, save_model, succeed, tokenizer
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+CHATS = [{"role": "user", "content": "Who jumps?"}, {"role": "assistant", "content": "A quick brown fox."}]
 TEXT = "A quick brown fox jumps over the lazy dog. Why\n" * 300
 # What a page starts from, made by the commands of the pages before it.
 NEEDS = {
@@ -44,7 +46,11 @@ def _with(language_of: Any) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("base") / "tiny", family="llama")
+    folder = save_model(tmp_path_factory.mktemp("base") / "tiny", family="llama")
+    made = tokenizer()
+    made.chat_template = CHAT_TEMPLATE
+    made.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +81,8 @@ def _write_texts() -> None:
     for name in ("text.txt", "held_out.txt"):
         Path(name).write_text(TEXT)
     Path("prompts.txt").write_text("A quick\nWhy\n")
+    for name in ("chat.jsonl", "held_out.jsonl"):
+        Path(name).write_text((json.dumps({"messages": CHATS}) + "\n") * 200)
 
 
 def _copy_needs(page: Path, prepared: Path) -> None:

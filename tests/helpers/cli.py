@@ -25,6 +25,8 @@ torch.set_num_threads(1)
 # As the program does it (cli.main).
 logging.disable_progress_bar()
 
+# A chat as the characters below can write it.
+CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] + '. ' + m['content'] + '!\n' }}{% endfor %}"
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,!?'\n"
 
 

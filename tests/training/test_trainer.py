@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -16,11 +18,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
-from helpers.cli import tokenizer
+from helpers.cli import CHAT_TEMPLATE, tokenizer
 from helpers.tiny import pretrained
 from helpers.training import (
     CHAIN,
     FINETUNE,
+    LENGTH,
     STEP,
     Files,
     assert_only_retained_checkpoints,
@@ -38,14 +41,14 @@ from helpers.training import (
     weights_of,
 )
 from rich.console import Console
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fastweights.data.batches import validation_rows
 from fastweights.data.token_files import prepare
 from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.layer import FastWeightsAttention
 from fastweights.training import checkpoint
-from fastweights.training.losses import StageLoss
+from fastweights.training.losses import StageLoss, next_token_loss
 from fastweights.training.recipe import Stage
 from fastweights.training.trainer import Trainer, train
 from fastweights.utils.progress import Display
@@ -435,3 +438,39 @@ def test_display_shows_stages_and_validations(files: Files, chain: Path, tmp_pat
 def test_disabled_display_prints_nothing(files: Files, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     train_in(tmp_path / "run", make_train_config(files, make_recipe(FINETUNE)))
     assert capfd.readouterr() == ("", "")
+
+
+def chat_config(files: Files, folder: Path, *conversations: tuple[str, str], **settings: Any) -> Any:
+    """A run on chats of a question and its answer, with a tokenizer that has a chat template."""
+    made = tokenizer()
+    made.chat_template = CHAT_TEMPLATE
+    made.save_pretrained(shutil.copytree(files.converted, folder / "student"))
+    turns = [
+        [{"role": "user", "content": asked}, {"role": "assistant", "content": said}] for asked, said in conversations
+    ]
+    (folder / "chat.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in turns))
+    data = str(folder / "chat.jsonl")
+    return make_train_config(files, model=str(folder / "student"), data=data, validation=data, **settings)
+
+
+def test_chats_are_trained_and_validated_on_their_answers(files: Files, tmp_path: Path) -> None:
+    chats = [(f"Who is {name}?", f"{name} is a cat.") for name in ("Anna", "Ben", "Cleo", "Dora")] * 12
+    config = chat_config(files, tmp_path, *chats, recipe=make_recipe((*FINETUNE, CHAIN[1])))
+    found = train_in(tmp_path / "run", config)["validation"][0]["loss"]
+    student, made = (auto.from_pretrained(config.model) for auto in (AutoModelForCausalLM, AutoTokenizer))
+    rows = validation_rows(prepare(config.data, made, progress=False), config.recipe.length, 4 * config.recipe.length)
+    labels = rows["labels"][:, 1:]
+    assert made.decode(labels[labels != -100]).startswith("Anna is a cat.Ben is a cat.")
+    with torch.no_grad():
+        expected = next_token_loss(student, rows) / (labels != -100).sum()
+    assert found == pytest.approx(float(expected), rel=1e-5)
+    crash_after(tmp_path / "crashed", config, 8)
+    resume_in(tmp_path / "crashed")
+    assert_same_run(tmp_path / "crashed", tmp_path / "run")
+
+
+def test_batch_of_questions_only_has_the_loss_zero(files: Files, tmp_path: Path) -> None:
+    recipe = make_recipe(FINETUNE, batch_tokens=LENGTH, validation_tokens=10**6)
+    train_in(tmp_path / "run", chat_config(files, tmp_path, *[("why " * 100, "Yes.")] * 2, recipe=recipe))
+    losses = losses_of(tmp_path / "run")
+    assert 0.0 in losses and all(math.isfinite(loss) for loss in losses)
