@@ -82,13 +82,16 @@ def measure(way: Callable[[], tuple[float, int]]) -> dict[str, Any]:
 
 @torch.no_grad()
 def plain_loop(model: Any, tokenizer: Any, text: str, length: int) -> tuple[float, int]:
-    """Window after window; the last, shorter one is filled up with the tokens before it."""
+    """Window after window; the last, shorter one is filled up with the tokens before it. A tokenizer that adds bos to a
+    text tells that every window has to start with it."""
     ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
     first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     row, nll = torch.tensor([first, *ids]), 0.0
     for start in range(0, len(ids), length):
         end = min(start + length, len(ids))
-        seen = row[max(0, end - length) : end]
+        seen = row[max(0, end - length) : end].clone()
+        if tokenizer.encode("a")[0] == first:
+            seen[0] = first
         logits = model(seen[None]).logits[0, start - end :]
         nll += functional.cross_entropy(logits, row[start + 1 : end + 1], reduction="sum").item()
     return nll, len(ids)

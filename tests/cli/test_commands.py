@@ -22,6 +22,7 @@ from fastweights.loading import load, load_tokenizer
 from fastweights.modeling.cache import FastWeightsCache
 from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.generation import FastWeightsGenerationMixin
+from fastweights.tokenization import set_special_tokens
 from fastweights.training.recipe import RECIPE_FOLDER, load_recipe
 
 
@@ -195,6 +196,18 @@ def test_generate_prints_what_the_model_generates(folder: Path, num_beams: int) 
     expected = continuation(load(folder), ids_of("Hello"), 12, num_beams=num_beams)
     assert result.stdout.removesuffix("\n") == printed(expected)
     assert re.fullmatch(r"12 tokens, [\d.]+ tokens/s, state [\d,]+ bytes.*\n", result.stderr)
+
+
+def test_prompt_of_a_tokenizer_that_adds_eos_ends_without_it(tmp_path: Path) -> None:
+    outputs = []
+    for adds_eos in (False, True):
+        folder = save_model(tmp_path / str(adds_eos), m=4)
+        made = tokenizer()
+        made.eos_token = "?"
+        set_special_tokens(made, bos=True, eos=adds_eos)
+        made.save_pretrained(folder)
+        outputs.append(succeed("generate", folder, "--prompt", "Hello", "--max-new-tokens", 20).stdout)
+    assert outputs[0] == outputs[1]
 
 
 def test_generate_reports_the_described_state_size(tmp_path: Path) -> None:

@@ -55,6 +55,17 @@ def test_evaluate_returns_all_measures_of_all_models() -> None:
     assert EvaluationResult.from_dict(json.loads(json.dumps(found.to_dict()))) == found
 
 
+@pytest.mark.parametrize("bos", (True, False), ids=("bos", "no bos"))
+def test_recall_sequences_start_with_the_bos_token_of_the_tokenizer(bos: bool) -> None:
+    model, firsts = pretrained("llama"), set()
+    model.config.bos_token_id = 5
+    model.register_forward_pre_hook(
+        lambda _, arguments, keywords: firsts.update(keywords["input_ids"][:, 0].tolist()), with_kwargs=True
+    )
+    evaluate({"base": (model, tokenizer(bos))}, recall=True, recall_samples=2, **QUIET)
+    assert firsts == {1 if bos else 5}
+
+
 def test_evaluate_measures_only_what_is_requested() -> None:
     found = evaluate({"m": (converted(), tokenizer())}, data={"t": TEXT}, length=64, **QUIET).models[0]
     assert (found.by_position, found.recall, found.tasks) == (None, None, None)
