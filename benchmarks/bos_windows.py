@@ -2,7 +2,7 @@
 
 Without it, bos is before the first window only, as in lm-eval and in versions of fastweights before this measurement.
 
-python benchmarks/bos_windows.py MODEL --text FILE [--bytes 20000] [--lengths 128,256,1024]
+python benchmarks/bos_windows.py MODEL --text FILE [--bytes 10000] [--lengths 128,256,1024]
                                  [--out results/bos_windows.json]
 """
 
@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import argparse
 import copy
-import math
 import time
 from pathlib import Path
 
 import torch
 from perplexity_three_ways import beginning
 
-from fastweights.evaluation.lm_eval import rolling_perplexity
 from fastweights.evaluation.perplexity import perplexity
 from fastweights.loading import load, load_tokenizer
 from fastweights.tokenization import bos_token, set_special_tokens
@@ -28,7 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--text", required=True, help="a text file, plain or .xz")
-    parser.add_argument("--bytes", type=int, default=20_000, help="how much of its beginning is read")
+    parser.add_argument("--bytes", type=int, default=10_000, help="how much of its beginning is read")
     parser.add_argument("--lengths", default="128,256,1024")
     parser.add_argument("--out", default="results/bos_windows.json")
     options = parser.parse_args()
@@ -45,9 +43,8 @@ def main() -> None:
             name: perplexity(model, tokenizer, text, length=length, batch_size=1)
             for name, tokenizer in (("with_bos", with_bos), ("without_bos", without))
         }
-        nll, tokens = rolling_perplexity(model, with_bos, text, length, batch_size=1)
-        row = {"length": length, "lm_eval": math.exp(nll / tokens)} | {name: x.token for name, x in found.items()}
-        print(row)
+        row = {"length": length} | {name: x.token for name, x in found.items()}
+        print(row, flush=True)
         rows.append(row)
     result = {
         "what": "perplexity by token of an unconverted model, with bos before every window or the first one only",
