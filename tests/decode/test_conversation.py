@@ -16,6 +16,7 @@ from fastweights.config import ConfigError
 from fastweights.decode.conversation import PLAIN_TEMPLATE
 from fastweights.decode.engine import EngineBusy
 from fastweights.modeling.cache import StateError
+from fastweights.tokenization import prompt_tokens
 
 HYBRID = dict(m=6, layers=(0,))
 USER = ["Hi, who are you?", "<|im_start|> is a token", "  Bye  ", ""]
@@ -78,7 +79,8 @@ def test_tokens_read_are_those_of_the_template_for_the_whole_conversation(
         state = talk.state
     tokenizer = talk.engine.tokenizer
     whole = tokenizer.apply_chat_template(messages, tokenize=False, chat_template=template or PLAIN_TEMPLATE)
-    ids = tokenizer(whole, add_special_tokens=template is None).input_ids
+    ids = prompt_tokens(tokenizer, whole)  # this tokenizer adds bos, which one of the templates writes itself
+    assert ids.count(tokenizer.bos_token_id) == 1
     assert found == ids
     assert_same_state(state, state_of(talk, tokenizer.decode(ids)), talk.engine.model)
 
@@ -199,7 +201,7 @@ def test_reset_begins_anew_and_an_empty_state_can_be_saved(tmp_path: Path) -> No
         begin()
         with read_tokens(talk.engine.model) as found:
             assert say(talk) == first
-        assert talk.engine.tokenizer.decode(found).startswith("<|im_start|>system\nYou are 1.")
+        assert talk.engine.tokenizer.decode(found).startswith("<s><|im_start|>system\nYou are 1.")
 
 
 def test_state_of_several_sequences_is_refused(tmp_path: Path) -> None:
