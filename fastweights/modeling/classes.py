@@ -37,14 +37,22 @@ EMPTY_PLANES = r"\.projections\.planes$"
 # A module of every saved folder, which transformers runs only with trust_remote_code=True and only if this package was
 # not imported before. It uses no name of this package that could change.
 LOADER = "configuration_fastweights"
-LOADER_CODE = '''"""This model needs the package fastweights: pip install fastweights
+# The import is inside a try, because transformers would otherwise advise to install the package from PyPI, where it is
+# not.
+LOADER_CODE = '''"""This model needs the package fastweights.
 
 After `import fastweights`, transformers loads this folder without running this file. Otherwise pass
 trust_remote_code=True: transformers then runs this file, which imports the package.
 """
 
-import fastweights  # noqa: F401
 from transformers import CONFIG_MAPPING
+
+try:
+    import fastweights  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ImportError(
+        "this model needs the package fastweights, which is not on PyPI: install it from a checkout of its repository"
+    ) from error
 
 Config = CONFIG_MAPPING["{model_type}"]
 '''
