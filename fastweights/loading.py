@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fastweights.conversion import drop_gguf_quantizer
+from fastweights.model_paths import locate, new_model_folder
 from fastweights.modeling.classes import check_tensors, keep_softcap
 from fastweights.modeling.source_files import (
     WITHOUT_CODE,
@@ -21,8 +19,7 @@ from fastweights.modeling.source_files import (
     loading_errors,
 )
 from fastweights.tokenization import set_special_tokens
-from fastweights.utils.errors import Argument, CheckpointError
-from fastweights.utils.files import atomic_folder
+from fastweights.utils.errors import CheckpointError
 from fastweights.utils.gguf import read_metadata
 
 # BPE vocabularies (`tokenizer.ggml.pre`) whose texts start with bos, unless a GGUF file says otherwise. llama.cpp has
@@ -37,7 +34,8 @@ def load(source: str | os.PathLike, **kwargs: Any) -> Any:
     """Load a causal language model, converted or not. No code of the model's folder or repository is run.
 
     Args:
-        source: a hub id, a folder that `save_pretrained` wrote, or a GGUF file.
+        source: a hub id, a folder that `save_pretrained` wrote, a GGUF file, or the folder of a training run, which
+            stands for its best checkpoint.
         **kwargs: arguments of transformers' `from_pretrained`, such as `dtype` or `device_map`.
 
     Returns:
@@ -62,7 +60,7 @@ def load_tokenizer(source: str | os.PathLike) -> Any:
     """Load the tokenizer of a model. No code of the model's folder or repository is run.
 
     Args:
-        source: a hub id, a folder or a GGUF file.
+        source: a hub id, a folder, a GGUF file or the folder of a training run.
 
     Returns:
         The tokenizer, or None if there is none.
@@ -70,7 +68,7 @@ def load_tokenizer(source: str | os.PathLike) -> Any:
     Raises:
         CheckpointError: if the tokenizer exists and cannot be read, or asks for code of its own.
     """
-    folder, gguf = _locate(source)
+    folder, gguf = locate(source)
     if gguf:
         return _gguf_tokenizer(folder, gguf)
     if Path(folder).is_dir() and not any(Path(folder).glob("*tokenizer*")):
@@ -123,7 +121,7 @@ def _apply_gguf_settings(tokenizer: Any, metadata: dict[str, Any]) -> None:
 
 
 def _load(kind: Any, source: str | os.PathLike, **kwargs: Any) -> Any:
-    folder, gguf = _locate(source)
+    folder, gguf = locate(source)
     check_arguments(kwargs)
     with loading_errors(source, folder):
         if gguf:
@@ -133,72 +131,6 @@ def _load(kind: Any, source: str | os.PathLike, **kwargs: Any) -> Any:
             if kind is AutoModelForCausalLM:
                 check_sizes(folder)
         return kind.from_pretrained(folder, **kwargs | WITHOUT_CODE)
-
-
-def _locate(source: str | os.PathLike) -> tuple[str, str | None]:
-    """The folder or hub id of a source, and the name of the GGUF file or None."""
-    path = Path(source)
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise CheckpointError(f"no GGUF file at {path}")
-        if importlib.util.find_spec("gguf") is None:
-            raise CheckpointError(f"to read {path} install the gguf package: pip install 'fastweights[gguf]'")
-        return str(path.parent), path.name
-    if path.is_file():
-        raise CheckpointError(f"{path} is a file: give the folder it lies in, a GGUF file or a hub id")
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise CheckpointError(f"{path} is not a checkpoint: it has no config.json (save_pretrained writes one)")
-        if not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
-            raise CheckpointError(f"{path} is not a checkpoint: it has a config.json but no model.safetensors")
-        return str(path), None
-    looks_local = path.is_absolute() or str(source).startswith(("./", "../", "~")) or str(source).count("/") > 1
-    if looks_local:
-        raise CheckpointError(f"no folder at {path}: give a model's folder, a GGUF file or a hub id")
-    return str(source), None
-
-
-@contextmanager
-def new_model_folder(
-    target: str | os.PathLike, overwrite: bool = False, source: str | os.PathLike | None = None
-) -> Iterator[Path]:
-    """Yield a temporary folder for a model's files. It becomes `target` when the block succeeds.
-
-    Args:
-        target: the folder to write. It must be new or empty, unless `overwrite` is set.
-        overwrite: replace `target` if it holds a saved model.
-        source: a model that is read inside the block; `target` must not replace it.
-
-    Raises:
-        CheckpointError: if `target` must not be replaced or cannot be written.
-    """
-    target = Path(target).resolve()
-    _check_target(target, overwrite)
-    if source is not None and target in (Path(source).resolve(), *Path(source).resolve().parents):
-        raise CheckpointError(f"{target} is, or holds, the model to convert: choose another output folder")
-    try:
-        with atomic_folder(target) as temporary:
-            yield temporary
-    except OSError as error:
-        reason = f"{error.strerror}; choose another output folder"
-        raise CheckpointError(f"cannot write to {target}: {reason}") from error
-
-
-def _check_target(target: Path, overwrite: bool) -> None:
-    here = Path.cwd()
-    if target == here or target in here.parents:
-        raise CheckpointError(f"{target} is the current folder, or holds it: name a new output folder")
-    if target.exists() and not target.is_dir():
-        raise CheckpointError(f"{target} exists and is not a folder: choose another output folder")
-    if not target.is_dir() or not any(target.iterdir()):
-        return
-    flag = Argument("overwrite")
-    if not overwrite:
-        raise CheckpointError(f"{target} exists and is not empty: choose another output folder, or pass ", flag)
-    if not (target / "config.json").is_file():
-        raise CheckpointError(
-            f"{target} is not a saved model, and ", flag, " replaces only those: choose another folder"
-        )
 
 
 def save(model: Any, folder: str | os.PathLike, tokenizer: Any = None, overwrite: bool = False) -> None:

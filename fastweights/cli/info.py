@@ -18,9 +18,9 @@ def info(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Print the settings and the memory use of a saved model, without reading its weights."""
-    from fastweights.modeling.description import describe_folder
+    from fastweights.modeling.description import describe_source
 
-    described = describe_folder(folder)
+    described = describe_source(folder)
     if as_json:
         typer.echo(json.dumps(asdict(described), indent=1))
     else:

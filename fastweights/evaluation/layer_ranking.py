@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from fastweights.data.batches import IGNORED
-from fastweights.loading import load, load_tokenizer, new_model_folder
+from fastweights.loading import load, load_tokenizer
+from fastweights.model_paths import new_model_folder
 from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.families import family_of
 from fastweights.modeling.layer import FastWeightsAttention

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,11 +17,11 @@ from torch import nn
 from transformers.cache_utils import DynamicCache
 
 from fastweights.config import LOCAL, FastWeightsConfig
+from fastweights.model_paths import CONFIG, locate
 from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.families import Family, family_of
 from fastweights.modeling.layer import AttentionShape, FastWeightsAttention
 from fastweights.modeling.source_files import check_config, empty_model, loading_errors, read_config
-from fastweights.utils.errors import CheckpointError
 
 SEQUENCE_LENGTHS = (1024, 8192, 65536)
 
@@ -75,19 +74,22 @@ def describe(model: Any) -> Description:
     )
 
 
-def describe_folder(folder: str | os.PathLike) -> Description:
-    """Describe a saved model from its config.json alone. No code of the folder is run.
+def describe_source(source: str | os.PathLike) -> Description:
+    """Describe a saved model from its config.json or the header of its GGUF file. No code of the model's is run.
+
+    Args:
+        source: a folder, a hub id, a GGUF file or the folder of a training run.
 
     Raises:
-        CheckpointError: if there is no config.json, or it does not describe a model.
+        CheckpointError: if there is no model, or its config does not describe one.
         UnknownFamilyError: if the model's family is not supported.
     """
-    if not (Path(folder) / "config.json").is_file():
-        raise CheckpointError(f"{folder} is not a checkpoint: no config.json there (save_pretrained writes one)")
-    name = str(folder)
-    with loading_errors(folder, name, "config.json does not describe a model"):
-        check_config(name)
-        return describe(empty_model(read_config(name)))
+    folder, gguf = locate(source)
+    with loading_errors(source, folder, f"{gguf or CONFIG} does not describe a model"):
+        if gguf is not None:
+            return describe(empty_model(read_config(folder, gguf_file=gguf)))
+        check_config(folder)
+        return describe(empty_model(read_config(folder)))
 
 
 def summarize(described: Description) -> dict[str, str]:

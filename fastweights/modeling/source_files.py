@@ -2,6 +2,9 @@
 
 Nothing that is loaded may run code: neither Python files of a model's folder or repository nor kernels of the hub. And
 a small file may not ask for much memory: the sizes in config.json are compared with the tensors that are there.
+
+torch and transformers are imported where they are needed: `check_source`, which the command line calls first, needs
+neither.
 """
 
 from __future__ import annotations
@@ -13,16 +16,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils import cached_file
 
 from fastweights.config import ConfigError
+from fastweights.model_paths import CONFIG, locate, no_such_folder
 from fastweights.utils.errors import Argument, CheckpointError, FastWeightsError
 from fastweights.utils.parsing import ParseError, read_json
 
-CONFIG = "config.json"
+ADAPTER = "adapter_config.json"
+HUB_TIMEOUT = 10.0  # seconds
 # Arguments of every from_pretrained: no code of the folder or repository, and no objects from pickles.
 WITHOUT_CODE = {"trust_remote_code": False, "weights_only": True}
 # Fields of a config that may name kernels of the hub, and the values that are transformers' own code. Flash attention
@@ -42,6 +44,55 @@ _ELEMENTS_SLACK, _QUANTIZED_SLACK = 2, 32
 # Buffers, such as causal masks, are in no file.
 _MAX_BUFFERS = 2**28
 _HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "force_download", "proxies")
+
+
+def check_source(source: str | os.PathLike) -> None:
+    """Refuse a model that is not there, or whose config or headers of tensors cannot be read.
+
+    Args:
+        source: what `load` takes. Of a GGUF file only the beginning is read. A hub id that is not in the cache is
+            looked up.
+
+    Raises:
+        CheckpointError: names the path or the hub id, and the file.
+    """
+    folder, gguf = locate(source)
+    if gguf is not None:
+        return
+    if not Path(folder).is_dir():
+        check_hub_id(folder)
+        return
+    check_config(folder)
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        tensor_shapes(file)
+
+
+def check_hub_id(name: str, **arguments: Any) -> None:
+    """Refuse a hub id that is neither in the cache nor on the hub.
+
+    transformers would try each of a model's files several times where the hub cannot be reached.
+
+    Raises:
+        CheckpointError: names the hub id and the reason.
+    """
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    cache, revision = arguments.get("cache_dir"), arguments.get("revision")
+    files = [os.path.join(arguments.get("subfolder", ""), file) for file in (CONFIG, ADAPTER)]
+    try:
+        cached = any(isinstance(try_to_load_from_cache(name, file, cache, revision), str) for file in files)
+        if cached or arguments.get("local_files_only"):
+            return
+        HfApi(token=arguments.get("token")).model_info(name, revision=revision, timeout=HUB_TIMEOUT)
+    except HFValidationError as error:
+        raise no_such_folder(name) from error
+    except RepositoryNotFoundError as error:
+        reason = "the hub has no such model (a private one needs `hf auth login`)"
+        raise CheckpointError(f"{name}: there is no such folder here, and {reason}") from error
+    except Exception as error:  # the network has errors of many kinds
+        reason = f"the hub cannot be reached: {' '.join(str(error).split()) or type(error).__name__}"
+        raise CheckpointError(f"{name}: there is no such folder here, and {reason}") from error
 
 
 def check_arguments(arguments: dict[str, Any]) -> None:
@@ -67,12 +118,14 @@ def check_config(source: str, **arguments: Any) -> None:
         CheckpointError: names the source, the field and its value.
     """
     options = {name: arguments[name] for name in _HUB_ARGUMENTS if name in arguments}
+    if not Path(source).is_dir():
+        check_hub_id(source, **options)
     _check_values(f"{source}: {CONFIG}", _json_object(source, CONFIG, options))
     if Path(source).is_dir():
         generation = "generation_config.json"
         _check_values(f"{source}: {generation}", _json_object(source, generation, options))
         _json_object(source, "tokenizer_config.json", options)
-    adapter = _json_object(source, "adapter_config.json", options).get("base_model_name_or_path")
+    adapter = _json_object(source, ADAPTER, options).get("base_model_name_or_path")
     if isinstance(adapter, str) and adapter != source:  # transformers loads that model instead
         _check_values(f"{source}: its base {adapter}: {CONFIG}", _json_object(adapter, CONFIG, options))
 
@@ -81,6 +134,8 @@ def _json_object(source: str, name: str, options: dict[str, Any]) -> dict[str, A
     """A JSON file of a folder or repository; an empty object where it has none."""
     path: str | Path | None = Path(source) / name
     if not Path(source).is_dir():
+        from transformers.utils import cached_file
+
         missing = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "gated_repo")}
         path = cached_file(source, name, **missing, _raise_exceptions_for_connection_errors=False, **options)
     if path is None or not Path(path).is_file():
@@ -121,11 +176,16 @@ def _is_token_id(value: Any) -> bool:
 
 def read_config(source: str, **arguments: Any) -> Any:
     """The config of a model as transformers has it. Runs no code of the model's."""
+    from transformers import AutoConfig
+
     return AutoConfig.from_pretrained(source, trust_remote_code=False, **arguments)
 
 
 def empty_model(config: Any) -> Any:
     """The causal language model that a config describes, without weights (on the meta device)."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
@@ -136,7 +196,7 @@ def check_sizes(folder: str) -> None:
     Raises:
         CheckpointError: the model would be far larger.
     """
-    if not Path(folder).is_dir() or (Path(folder) / "adapter_config.json").is_file():  # the base is somewhere else
+    if not Path(folder).is_dir() or (Path(folder) / ADAPTER).is_file():  # the base is somewhere else
         return
     tensors, elements = _stored(Path(folder))
     config = read_config(folder)
@@ -170,7 +230,7 @@ def tensor_shapes(file: Path) -> dict[str, list[int]]:
         CheckpointError: the file is damaged.
     """
     try:
-        with safe_open(file, framework="pt") as opened:
+        with safe_open(file, framework="np") as opened:
             return {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise CheckpointError(f"{file.parent}: {file.name} cannot be read ({error}); copy or save it again") from error

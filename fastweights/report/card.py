@@ -77,10 +77,10 @@ def model_card(
     the base only where a result does so by such an id."""
     from huggingface_hub import ModelCardData
 
-    from fastweights.modeling.description import describe_folder
+    from fastweights.modeling.description import describe_source
 
     folder, found = Path(model_folder), read_results(results)
-    described = describe_folder(folder)
+    described = describe_source(folder)
     if described.settings is None:
         raise ReportError(f"{folder} holds a model that is not converted: a card is written for converted ones")
     source = _source_of(folder)

@@ -29,6 +29,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from fastweights.model_paths import BEST, LAST
+from fastweights.model_paths import RUN as RUN
+from fastweights.training.run_folder import LOCK as LOCK
 from fastweights.utils import parsing
 from fastweights.utils.errors import CheckpointError
 from fastweights.utils.files import (
@@ -42,8 +45,8 @@ from fastweights.utils.files import (
 )
 from fastweights.utils.manifest import MANIFEST, find_damage, write_manifest
 
-CHECKPOINTS, LAST, BEST, LOCK = "checkpoints", "last", "best", ".lock"
-TRAINING, PROGRESS, RUN, LOG, RESULT = "training.safetensors", "progress.json", "run.json", "log.jsonl", "result.json"
+CHECKPOINTS = "checkpoints"
+TRAINING, PROGRESS, LOG, RESULT = "training.safetensors", "progress.json", "log.jsonl", "result.json"
 # Version of the checkpoints that are written. Those of version 0 have no manifest.
 FORMAT = 1
 RETAINED = 2
@@ -187,11 +190,6 @@ def _order_of_copy(last: Path) -> tuple[int, int]:
         return progress.step, progress.stage
     except CheckpointError:
         return -1, -1
-
-
-def is_unused(folder: Path) -> bool:
-    """Whether a run can start in a folder: it is empty, but for what a run that was killed at its start left."""
-    return folder.is_dir() and all(path.name == LOCK or is_temporary(path.name) for path in folder.iterdir())
 
 
 # Writing

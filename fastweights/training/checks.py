@@ -12,14 +12,11 @@ from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.positions import position_limit
 from fastweights.training.optimizer import parameter_groups
 from fastweights.training.recipe import Recipe, Stage
-from fastweights.utils.errors import Argument, FastWeightsError
+from fastweights.training.run_folder import TrainingError
+from fastweights.utils.errors import Argument
 
 if TYPE_CHECKING:
     from fastweights.training.trainer import TrainConfig
-
-
-class TrainingError(FastWeightsError):
-    """A run that cannot start or continue, with what to change."""
 
 
 def check_run(config: TrainConfig, student: Any, processes: int, sharded: bool) -> None:

@@ -37,7 +37,7 @@ from fastweights.modeling.families import family_of
 from fastweights.modeling.modes import autocast, is_low_precision
 from fastweights.results import Divergence, TrainingResult
 from fastweights.training import checkpoint as saved
-from fastweights.training.checks import TrainingError, check_run, check_tracker
+from fastweights.training.checks import check_run, check_tracker
 from fastweights.training.losses import Batch, StageLoss, converted_layers, next_token_loss
 from fastweights.training.micro_batch import micro_batch_size
 from fastweights.training.optimizer import (
@@ -53,8 +53,9 @@ from fastweights.training.optimizer import (
 )
 from fastweights.training.output_fit import fit_outputs
 from fastweights.training.recipe import Recipe, Stage
+from fastweights.training.run_folder import TrainingError, check_new_run, check_no_run, check_resumes, resume_call
 from fastweights.training.teacher import load_teacher
-from fastweights.utils.errors import Argument, Call, CheckpointError, FastWeightsError, Stopped, error_context
+from fastweights.utils.errors import Argument, CheckpointError, FastWeightsError, Stopped, error_context
 from fastweights.utils.files import FileLock, absolute, append_text, make_folder, remove_leftovers, write_json
 from fastweights.utils.progress import LINE_EVERY, Display
 from fastweights.utils.settings import check_settings, setting
@@ -74,11 +75,7 @@ class Interrupted(Stopped):
 
     def __init__(self, folder: Path, number: int) -> None:
         stopped = f"stopped by {signal.Signals(number).name}; resume with: "
-        super().__init__(stopped, _resume_call(folder), exit_code=128 + number)
-
-
-def _resume_call(folder: Path) -> Call:
-    return Call(f"resume({str(folder)!r})", command=f"fastweights train --resume {folder}")
+        super().__init__(stopped, resume_call(folder), exit_code=128 + number)
 
 
 @dataclass(frozen=True)
@@ -145,16 +142,9 @@ def train(config: TrainConfig, folder: str | os.PathLike, *, display: Display | 
         Interrupted: The process received SIGINT or SIGTERM. A checkpoint was saved.
     """
     folder = Path(folder)
-    _check_no_run(folder)
-    if folder.exists() and not saved.is_unused(folder):
-        raise TrainingError(f"{folder} exists and is not an empty folder: choose another output folder")
+    check_new_run(folder)
     with FileLock(folder / saved.LOCK) as lock:
         return Trainer(config.with_absolute_paths(), folder, display or Display(), lock).run()
-
-
-def _check_no_run(folder: Path) -> None:
-    if (folder / saved.RUN).is_file():
-        raise TrainingError(f"{folder} holds a run already: ", _resume_call(folder), ", or choose another folder")
 
 
 def resume(
@@ -177,8 +167,7 @@ def resume(
         Diverged, Interrupted: As in `train`.
     """
     folder = Path(folder)
-    if not (folder / saved.RUN).is_file():
-        raise TrainingError(Argument("resume"), f" {folder}: there is no run to resume (no {saved.RUN} there)")
+    check_resumes(folder)
     try:
         config = TrainConfig.from_dict(saved.read_json(folder / saved.RUN))
     except (KeyError, TypeError) as error:
@@ -400,7 +389,7 @@ class Trainer:
             make_folder(self.folder)
             if not self._lock.held:
                 self._lock.acquire()
-                _check_no_run(self.folder)  # another process may have trained here in the meantime
+                check_no_run(self.folder)  # another process may have trained here in the meantime
                 remove_leftovers(self.folder)
             write_json(self.folder / saved.RUN, self.config.to_dict())
 
@@ -645,7 +634,7 @@ class Trainer:
         """What a run that cannot write has saved, and how to resume it."""
         if not (self.folder / saved.RUN).is_file():
             return ("choose another output folder",)
-        call = _resume_call(self.folder)
+        call = resume_call(self.folder)
         if self.last is None:
             return "no checkpoint was written yet: free disk space, then ", call, " starts it again"
         step = saved.read_progress(self.last).step

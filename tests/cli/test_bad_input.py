@@ -19,7 +19,8 @@ from transformers import BloomConfig, BloomForCausalLM, PreTrainedModel, PreTrai
 
 from fastweights.config import ConfigError, FastWeightsConfig
 from fastweights.conversion import convert
-from fastweights.loading import load, new_model_folder, save
+from fastweights.loading import load, save
+from fastweights.model_paths import new_model_folder
 from fastweights.modeling.cache import FastWeightsCache, StateError
 from fastweights.modeling.families import UnknownFamilyError
 from fastweights.utils.errors import CheckpointError

@@ -31,7 +31,7 @@ from fastweights.experiments.grid import load_grid
 from fastweights.loading import load, load_tokenizer
 from fastweights.modeling import cache as cache_module
 from fastweights.modeling.cache import FastWeightsCache
-from fastweights.modeling.description import describe_folder
+from fastweights.modeling.description import describe_source
 from fastweights.report import tables_of
 from fastweights.results import read_result
 from fastweights.training.recipe import load_recipe
@@ -349,7 +349,7 @@ def _state_kind(folder: Path, family: str, **settings: Any) -> FileKind:
 
 
 def _logits_and_description(folder: Path) -> Any:
-    described = repr(describe_folder(folder))
+    described = repr(describe_source(folder))
     with torch.no_grad():
         return described, repr(load(folder)(tokens(1, 5)).logits.tolist())
 

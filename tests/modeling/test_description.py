@@ -15,7 +15,7 @@ from fastweights.config import FastWeightsConfig
 from fastweights.conversion import convert
 from fastweights.loading import load
 from fastweights.modeling.cache import FastWeightsCache
-from fastweights.modeling.description import SEQUENCE_LENGTHS, describe, describe_folder, summarize
+from fastweights.modeling.description import SEQUENCE_LENGTHS, describe, describe_source, summarize
 from fastweights.modeling.families import UnknownFamilyError
 from fastweights.utils.errors import CheckpointError
 
@@ -111,17 +111,17 @@ def test_added_parameters_are_relative_to_base_model(family: str) -> None:
 def test_folder_description_matches_model_without_reading_weights(family: str, tmp_path: Any) -> None:
     save_model(tmp_path, family, rule="gated", m=8, window=4)
     expected = describe(load(tmp_path))
-    (tmp_path / "model.safetensors").unlink()
-    assert describe_folder(tmp_path) == expected
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert describe_source(tmp_path) == expected
 
 
 def test_folder_description_has_its_saved_dtype(tmp_path: Any) -> None:
     converted("llama", torch.bfloat16, m=8).save_pretrained(tmp_path)
-    assert describe_folder(tmp_path).dtype == "bfloat16"
+    assert describe_source(tmp_path).dtype == "bfloat16"
 
 
 def test_describe_model_that_is_not_converted(tmp_path: Any) -> None:
-    described = describe_folder(save_model(tmp_path))
+    described = describe_source(save_model(tmp_path))
     assert (described.settings, described.converted, described.state_bytes) == (None, (), 0)
     assert described.added_parameters == 0
     assert "not converted" in summarize(described)["rule"]
@@ -137,7 +137,7 @@ def test_describe_does_not_change_the_model() -> None:
 
 def test_folder_without_config_is_an_error(tmp_path: Any) -> None:
     with pytest.raises(CheckpointError, match=r"no config\.json"):
-        describe_folder(tmp_path)
+        describe_source(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -147,13 +147,13 @@ def test_config_that_describes_no_model_is_an_error(tmp_path: Any, change: dict[
     config = save_model(tmp_path, m=8) / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | change))
     with pytest.raises(CheckpointError, match=r"config\.json"):
-        describe_folder(tmp_path)
+        describe_source(tmp_path)
 
 
 def test_config_that_is_not_json_is_an_error(tmp_path: Any) -> None:
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"config\.json"):
-        describe_folder(tmp_path)
+    (save_model(tmp_path) / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config\.json is not JSON"):
+        describe_source(tmp_path)
 
 
 def test_unknown_family_is_an_error() -> None:

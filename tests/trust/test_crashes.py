@@ -23,7 +23,7 @@ from helpers.crashes import (
 from helpers.disk import RecordedDisk, write_image
 from helpers.training import crash_after, train_in, training_files
 
-from fastweights.training import checkpoint
+from fastweights.training import checkpoint, run_folder
 from fastweights.training.trainer import TrainConfig
 
 POLICIES = ("kill", "nothing unsynced", "empty files", "random")
@@ -59,7 +59,7 @@ def test_every_state_of_the_disk_has_all_that_was_reported(recorded: Recorded, t
     for number, (reported, image) in enumerate(recorded.disk.images[policy]):
         with disk_at(write_image(tmp_path / str(number), image)) as folder:
             if not (folder / checkpoint.RUN).is_file():
-                assert reported == 0 and (not folder.exists() or checkpoint.is_unused(folder))
+                assert reported == 0 and (not folder.exists() or run_folder.is_unused(folder))
                 continue
             last = checkpoint.newest_whole(folder, lambda damage: pytest.fail(damage))
             step = 0 if last is None else checkpoint.read_progress(last).step

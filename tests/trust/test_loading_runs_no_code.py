@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from fastweights.config import ConfigError
 from fastweights.experiments.grid import load_grid
 from fastweights.loading import load, load_tokenizer
-from fastweights.modeling.description import describe_folder
+from fastweights.modeling.description import describe_source
 from fastweights.training.recipe import RecipeError, load_recipe, parse_changes
 from fastweights.training.teacher import TeacherError, load_teacher
 from fastweights.utils.errors import CheckpointError, FastWeightsError
@@ -92,11 +92,11 @@ def with_model_code(folder: Path, marker: Path) -> str:
 READERS: dict[str, Callable[[Path], Any]] = {
     "load": load,
     "load_tokenizer": load_tokenizer,
-    "describe_folder": describe_folder,
+    "describe_source": describe_source,
 }
 
 
-@pytest.mark.parametrize("reader", ["load", "describe_folder"])
+@pytest.mark.parametrize("reader", ["load", "describe_source"])
 def test_model_code_is_refused_with_folder_and_its_name(folder: Path, marker: Path, reader: str) -> None:
     asked = with_model_code(folder, marker)
     with pytest.raises(CheckpointError) as raised:
@@ -226,7 +226,7 @@ def test_arguments_that_allow_code_are_refused(folder: Path, argument: dict[str,
     ],
     ids=str,
 )
-@pytest.mark.parametrize("reader", ["load", "describe_folder"])
+@pytest.mark.parametrize("reader", ["load", "describe_source"])
 def test_config_that_names_kernels_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], reader: str
 ) -> None:

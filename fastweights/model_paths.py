@@ -1,0 +1,119 @@
+"""Where a model is read from and where it is saved: hub ids, folders, GGUF files and training runs.
+
+This module imports neither torch nor transformers, so that the command line checks paths before it imports them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fastweights.utils.errors import Argument, CheckpointError
+from fastweights.utils.files import atomic_folder
+
+CONFIG = "config.json"
+# In the folder of a training run: its settings, and links to two of its checkpoints.
+RUN, BEST, LAST = "run.json", "best", "last"
+_GGUF_MAGIC = b"GGUF"
+
+
+def locate(source: str | os.PathLike) -> tuple[str, str | None]:
+    """The folder or hub id of a model, and the name of its GGUF file or None.
+
+    Raises:
+        CheckpointError: there is no model at a path. A hub id is not looked up.
+    """
+    path = Path(find_model(source))
+    if path.suffix == ".gguf":
+        _check_gguf(path)
+        return str(path.parent), path.name
+    if path.is_file():
+        raise CheckpointError(f"{path} is a file: give the folder it lies in, a GGUF file or a hub id")
+    if path.is_dir():
+        if not (path / CONFIG).is_file():
+            raise CheckpointError(f"{path} is not a checkpoint: it has no {CONFIG} (save_pretrained writes one)")
+        if not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
+            raise CheckpointError(f"{path} is not a checkpoint: it has a {CONFIG} but no model.safetensors")
+        return str(path), None
+    looks_local = path.is_absolute() or str(source).startswith(("./", "../", "~")) or str(source).count("/") > 1
+    if looks_local:
+        raise no_such_folder(source)
+    return str(source), None
+
+
+def find_model(source: str | os.PathLike) -> str:
+    """The model that a source stands for: of a training run's folder its best checkpoint, else the source itself.
+
+    A run without validation has no best checkpoint: then it is the last one.
+
+    Raises:
+        CheckpointError: the run has no checkpoint yet.
+    """
+    folder = Path(source)
+    if not (folder / RUN).is_file() or (folder / CONFIG).is_file():
+        return os.fspath(source)
+    for name in (BEST, LAST):
+        if (folder / name / CONFIG).is_file():
+            return str(folder / name)
+    raise CheckpointError(f"the training run in {folder} has no checkpoint yet: resume it, or give another model")
+
+
+def no_such_folder(source: str | os.PathLike) -> CheckpointError:
+    """The error about a path where there is nothing."""
+    return CheckpointError(f"no folder at {source}: give a model's folder, a GGUF file or a hub id")
+
+
+def _check_gguf(path: Path) -> None:
+    if not path.is_file():
+        raise CheckpointError(f"no GGUF file at {path}")
+    with path.open("rb") as file:
+        if file.read(len(_GGUF_MAGIC)) != _GGUF_MAGIC:
+            raise CheckpointError(f"{path} is not a GGUF file, or is damaged: copy or download it again")
+    if importlib.util.find_spec("gguf") is None:
+        raise CheckpointError(f"to read {path} install the gguf package: pip install 'fastweights[gguf]'")
+
+
+@contextmanager
+def new_model_folder(
+    target: str | os.PathLike, overwrite: bool = False, source: str | os.PathLike | None = None
+) -> Iterator[Path]:
+    """Yield a temporary folder for a model's files. It becomes `target` when the block succeeds.
+
+    Args:
+        target: the folder to write. It must be new or empty, unless `overwrite` is set.
+        overwrite: replace `target` if it holds a saved model.
+        source: a model that is read inside the block; `target` must not replace it.
+
+    Raises:
+        CheckpointError: if `target` must not be replaced or cannot be written.
+    """
+    target = Path(target).resolve()
+    _check_target(target, overwrite)
+    if source is not None and target in (Path(source).resolve(), *Path(source).resolve().parents):
+        raise CheckpointError(f"{target} is, or holds, the model to convert: choose another output folder")
+    try:
+        with atomic_folder(target) as temporary:
+            yield temporary
+    except OSError as error:
+        reason = f"{error.strerror}; choose another output folder"
+        raise CheckpointError(f"cannot write to {target}: {reason}") from error
+
+
+def _check_target(target: Path, overwrite: bool) -> None:
+    here = Path.cwd()
+    if target == here or target in here.parents:
+        raise CheckpointError(f"{target} is the current folder, or holds it: name a new output folder")
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"{target} exists and is not a folder: choose another output folder")
+    if not target.is_dir() or not any(target.iterdir()):
+        return
+    flag = Argument("overwrite")
+    if not overwrite:
+        raise CheckpointError(f"{target} exists and is not empty: choose another output folder, or pass ", flag)
+    if not (target / CONFIG).is_file():
+        raise CheckpointError(
+            f"{target} is not a saved model, and ", flag, " replaces only those: choose another folder"
+        )
