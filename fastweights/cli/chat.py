@@ -27,10 +27,12 @@ from fastweights.cli.options import (
     UsageError,
     WeightsDtype,
     error_text,
+    model_source,
     reports_errors,
     usable_device,
 )
 from fastweights.decode.sampling import Sampling
+from fastweights.modeling.state_file import check_state_file
 from fastweights.utils.errors import Argument, FastWeightsError, error_context
 
 if TYPE_CHECKING:
@@ -76,14 +78,18 @@ def chat(
     dtype: WeightsDtype = "auto",
 ) -> None:
     """Talk to a converted model. Each line is a message; /help shows the commands. Ctrl-C stops an answer."""
-    from fastweights.decode.conversation import Conversation
-
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
     if system is not None and load_state is not None:
         raise UsageError("--system is for a new conversation, and --load-state continues one: give one of them")
-    with Console(stderr=True).status(f"loading {escape(str(folder))}"):
-        model, tokenizer = load_with_tokenizer(folder, dtype, usable_device(device))
-        require_converted(model, folder, "chat")
+    if load_state is not None:
+        with error_context(Argument("load_state"), ": "):
+            check_state_file(load_state)
+    source = model_source(folder)
+    with Console(stderr=True).status(f"loading {escape(source)}"):
+        from fastweights.decode.conversation import Conversation
+
+        model, tokenizer = load_with_tokenizer(source, dtype, usable_device(device))
+        require_converted(model, source, "chat")
         conversation = Conversation(_engine(model, tokenizer, max_length), system)
     if load_state is not None:
         with error_context(Argument("load_state"), ": "):

@@ -6,12 +6,16 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from fastweights.cli.options import reports_errors, usable_device
+from fastweights.cli.options import check_output_folder, model_source, reports_errors, usable_device
+from fastweights.cli.output import console
+from fastweights.data.readers import check_data
+from fastweights.experiments.grid import choose, load_grid, result_file, with_changes
 from fastweights.results import TrainingResult
+from fastweights.training.recipe import parse_changes
+from fastweights.utils.errors import Argument, error_context
 
 
 @reports_errors
@@ -41,11 +45,11 @@ def compare(
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one.")] = None,
 ) -> None:
     """Train many variants of one model and compare them. The same command resumes an interrupted comparison."""
-    from fastweights.experiments.grid import choose, load_grid, with_changes
-    from fastweights.training.recipe import parse_changes
-
-    # before torch is imported: a mistake in the grid is reported at once
     chosen = with_changes(choose(load_grid(grid), only.split(",")), parse_changes(change))
+    check_output_folder(output)
+    if not all(result_file(output, variant.name).is_file() for variant in chosen):
+        model = model_source(model)
+        _check_texts(data, validation, test)
     from transformers.utils import logging
 
     from fastweights.experiments.job import Setup
@@ -61,6 +65,14 @@ def compare(
     outcome.check()
 
 
+def _check_texts(data: str, validation: str, tests: list[str]) -> None:
+    check_data(data)
+    for argument, sources in (("validation", [validation]), ("test", tests)):
+        for source in sources:
+            with error_context(Argument(argument), ": "):
+                check_data(source)
+
+
 def _print_comparison(results: list[TrainingResult], tests: list[str]) -> None:
     headers = ("tokens", "validation", *tests, "diverged")
     table = Table("run", *(Column(escape(header), justify="right") for header in headers), box=None)
@@ -71,4 +83,4 @@ def _print_comparison(results: list[TrainingResult], tests: list[str]) -> None:
         diverged = "" if result.diverged is None else f"step {result.diverged.step}"
         table.add_row(escape(result.name), f"{result.tokens:,}", *shown, diverged)
     if results:
-        Console().print(table)
+        console().print(table)

@@ -9,9 +9,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from fastweights.cli.options import DTYPE_HELP, Dtype, reports_errors, takes_settings
+from fastweights.cli.options import DTYPE_HELP, Dtype, model_source, reports_errors, takes_settings
 from fastweights.cli.output import print_description
 from fastweights.config import FastWeightsConfig
+from fastweights.model_paths import new_model_folder
 
 
 @reports_errors
@@ -26,21 +27,22 @@ def convert(
     ] = False,
 ) -> None:
     """Replace the attention of a model with fast weights. The tokenizer, if there is one, is saved with the model."""
-    from transformers.utils import logging
-
-    from fastweights import convert as converter
-    from fastweights.loading import load, load_tokenizer, new_model_folder
-    from fastweights.modeling.description import describe
-
-    logging.disable_progress_bar()
+    source = model_source(model)
     with (
-        new_model_folder(output, overwrite, source=model) as folder,
+        new_model_folder(output, overwrite, source=source) as folder,
         Console(stderr=True).status(f"loading {escape(model)}") as status,
     ):
-        pretrained, tokenizer = load(model, dtype=dtype), load_tokenizer(model)
+        from transformers.utils import logging
+
+        from fastweights import convert as converter
+        from fastweights.loading import load, load_tokenizer
+        from fastweights.modeling.description import describe
+
+        logging.disable_progress_bar()
+        pretrained, tokenizer = load(source, dtype=dtype), load_tokenizer(source)
         status.update("converting")
         converted = converter(pretrained, config)
-        converted.config.fastweights_base = str(Path(model).resolve()) if Path(model).exists() else model
+        converted.config.fastweights_base = str(Path(source).resolve()) if Path(source).exists() else source
         status.update(f"saving to {escape(str(output))}")
         converted.save_pretrained(folder)
         if tokenizer is not None:

@@ -11,20 +11,26 @@ from rich.console import Console
 from fastweights.cli.options import (
     DTYPE_HELP,
     Dtype,
-    check_output,
+    check_result,
+    model_source,
     parse_numbers,
     reports_errors,
     short_name,
     usable_device,
 )
 from fastweights.cli.output import print_tables
+from fastweights.data.readers import read_text
+from fastweights.evaluation.checks import WINDOW, check_measures, check_window
 
 
 @reports_errors
 def evaluate(
     models: Annotated[
         list[str],
-        typer.Argument(metavar="MODEL...", help="Models to compare, the base first: folders, hub ids or GGUF files."),
+        typer.Argument(
+            metavar="MODEL...",
+            help="Models to compare, the base first: folders, training runs, hub ids or GGUF files.",
+        ),
     ],
     data: Annotated[list[str], typer.Option(help="Text to measure perplexity on; may be repeated.")] = [],  # noqa: B006
     length: Annotated[
@@ -47,31 +53,34 @@ def evaluate(
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Run at most this many items of each task.")] = None,
     text_field: Annotated[str, typer.Option(help="Field of JSON lines and data sets that holds the text.")] = "text",
-    batch_size: Annotated[int, typer.Option(help="Windows in a batch.")] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, help="Windows in a batch.")] = 8,
     device: Annotated[str | None, typer.Option(help="Device to run on; by default a GPU if there is one.")] = None,
     dtype: Annotated[Dtype, typer.Option(help=DTYPE_HELP)] = "auto",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON file for the result.")] = None,
 ) -> None:
     """Measure and compare models: perplexity, recall and lm-eval tasks."""
-    from transformers.utils import logging
-
-    from fastweights.data.readers import read_text
-    from fastweights.evaluation.perplexity import window_for
-    from fastweights.evaluation.suite import evaluate as measure
-
-    logging.disable_progress_bar()
-    check_output(output)
-    contexts = parse_numbers("--context", context)
+    check_result(output)
+    contexts, task_names = parse_numbers("--context", context), [task for task in tasks.split(",") if task]
+    check_measures(data, task_names, recall, by_position)
+    for tokens in contexts:
+        check_window(WINDOW if length is None else length, tokens)
+    sources = {name: model_source(name) for name in models}
     texts = {short_name(source, data): read_text(source, text_field) for source in data}
-    usable = usable_device(device)
     with Console(stderr=True).status("loading"):
-        loaded = {name: _load_any(name, dtype, usable) for name in models}
+        from transformers.utils import logging
+
+        from fastweights.evaluation.perplexity import window_for
+        from fastweights.evaluation.suite import evaluate as measure
+
+        logging.disable_progress_bar()
+        usable = usable_device(device)
+        loaded = {name: _load_any(source, dtype, usable) for name, source in sources.items()}
     result = measure(
         {short_name(name, models): pair for name, pair in loaded.items()},
         data=texts,
         length=window_for([model for model, _ in loaded.values()]) if length is None else length,
         contexts=contexts,
-        tasks=[task for task in tasks.split(",") if task],
+        tasks=task_names,
         recall=recall,
         by_position=by_position,
         position_length=position_length,
@@ -84,7 +93,7 @@ def evaluate(
         result.write(output)
 
 
-def _load_any(model: str, dtype: str, device: str) -> tuple[Any, Any]:
+def _load_any(source: str, dtype: str, device: str) -> tuple[Any, Any]:
     from fastweights.loading import load, load_tokenizer
 
-    return load(model, dtype=dtype).to(device).eval(), load_tokenizer(model)
+    return load(source, dtype=dtype).to(device).eval(), load_tokenizer(source)

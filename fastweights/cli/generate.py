@@ -24,10 +24,13 @@ from fastweights.cli.options import (
     UsageError,
     WeightsDtype,
     check_output,
+    model_source,
     reports_errors,
     usable_device,
 )
 from fastweights.decode.sampling import Sampling
+from fastweights.modeling.state_file import check_state_file
+from fastweights.utils.errors import Argument, error_context
 
 if TYPE_CHECKING:
     from fastweights.modeling.cache import FastWeightsCache
@@ -71,21 +74,24 @@ def generate(
 
     Greedy, unless a sampling option is given.
     """
-    import torch
-    from transformers import TextStreamer
-
-    from fastweights.decode.generation import generate_sequence, state_after
-
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
     _check_prompt_options(prompt, prompts, output, batch_size, num_beams, load_state, save_state)
+    check_output(save_state, "--save-state")
+    if load_state is not None:
+        with error_context(Argument("load_state"), ": "):
+            check_state_file(load_state)
+    source = model_source(folder)
     if prompts is not None:
-        _generate_file(folder, prompts, output, batch_size or BATCH_SIZE, max_new_tokens, sampling, device, dtype)
+        _generate_file(source, prompts, output, batch_size or BATCH_SIZE, max_new_tokens, sampling, device, dtype)
         return
-    if save_state is not None and (save_state.is_dir() or not save_state.parent.is_dir()):
-        raise UsageError(f"--save-state {save_state} cannot be written: give a file name in a folder that exists")
-    with Console(stderr=True).status(f"loading {escape(str(folder))}"):
-        model, tokenizer = load_with_tokenizer(folder, dtype, usable_device(device))
-    state = _initial_state(model, folder, load_state, save_state)
+    with Console(stderr=True).status(f"loading {escape(folder)}"):
+        import torch
+        from transformers import TextStreamer
+
+        from fastweights.decode.generation import generate_sequence, state_after
+
+        model, tokenizer = load_with_tokenizer(source, dtype, usable_device(device))
+    state = _initial_state(model, source, load_state, save_state)
     vocabulary = model.config.get_text_config().vocab_size
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else str(prompt)
     tokens = _prompt_tokens(tokenizer, text, load_state is None, vocabulary, "--prompt")
@@ -102,40 +108,36 @@ def generate(
     typer.echo(f"{len(new_ids)} tokens, {len(new_ids) / seconds:.1f} tokens/s, {memory_text(cache)}", err=True)
 
 
-def load_with_tokenizer(folder: Path, dtype: str, device: str) -> tuple[Any, Any]:
-    """Load a saved model, on a device and in evaluation mode, and its tokenizer."""
+def load_with_tokenizer(source: str, dtype: str, device: str) -> tuple[Any, Any]:
+    """Load a model, on a device and in evaluation mode, and its tokenizer."""
     from transformers.utils import logging
 
     from fastweights.loading import load, load_tokenizer, require_tokenizer
 
     logging.disable_progress_bar()
-    if not folder.is_dir():
-        hint = "that is a file, convert it first" if folder.is_file() else "give the folder of a saved model"
-        raise UsageError(f"no folder at {folder}: {hint}")
-    tokenizer = require_tokenizer(load_tokenizer(folder), folder)
-    return load(folder, dtype=dtype).to(device).eval(), tokenizer
+    tokenizer = require_tokenizer(load_tokenizer(source), source)
+    return load(source, dtype=dtype).to(device).eval(), tokenizer
 
 
-def _initial_state(model: Any, folder: Path, load: Path | None, save: Path | None) -> FastWeightsCache | None:
+def _initial_state(model: Any, source: str, load: Path | None, save: Path | None) -> FastWeightsCache | None:
     """The state before the prompt; None for a model that is not converted."""
     from fastweights.modeling.cache import FastWeightsCache
     from fastweights.modeling.classes import FastWeightsMixin
-    from fastweights.utils.errors import Argument, error_context
 
     if isinstance(model, FastWeightsMixin):
         with error_context(Argument("load_state"), ": "):
             return FastWeightsCache(model.config) if load is None else FastWeightsCache.load(load, model)
     if load is not None or save is not None:
-        require_converted(model, folder, "--save-state" if load is None else "--load-state")
+        require_converted(model, source, "--save-state" if load is None else "--load-state")
     return None
 
 
-def require_converted(model: Any, folder: Path, what: str) -> None:
+def require_converted(model: Any, source: str, what: str) -> None:
     """Refuse an ordinary model for something that needs a converted one."""
     from fastweights.modeling.classes import FastWeightsMixin
 
     if not isinstance(model, FastWeightsMixin):
-        raise UsageError(f"{what} needs a converted model, and {folder} is an ordinary one: run fastweights convert")
+        raise UsageError(f"{what} needs a converted model, and {source} is an ordinary one: run fastweights convert")
 
 
 def _prompt_tokens(tokenizer: Any, text: str, begins: bool, vocabulary: int, name: str) -> list[int]:
@@ -177,7 +179,7 @@ def _check_prompt_options(
 
 
 def _generate_file(
-    folder: Path,
+    source: str,
     path: Path,
     output: Path | None,
     batch_size: int,
@@ -187,15 +189,15 @@ def _generate_file(
     dtype: str,
 ) -> None:
     from fastweights.cli.prompt_file import read_prompt_file, write_answers
-    from fastweights.decode.engine import Engine
-    from fastweights.modeling.positions import check_length
-    from fastweights.utils.errors import error_context
 
     check_output(output)
     name, prompts = read_prompt_file(path)
-    with Console(stderr=True).status(f"loading {escape(str(folder))}"):
-        model, tokenizer = load_with_tokenizer(folder, dtype, usable_device(device))
-        require_converted(model, folder, "--prompts")
+    with Console(stderr=True).status(f"loading {escape(source)}"):
+        from fastweights.decode.engine import Engine
+        from fastweights.modeling.positions import check_length
+
+        model, tokenizer = load_with_tokenizer(source, dtype, usable_device(device))
+        require_converted(model, source, "--prompts")
     tokens, vocabulary = [], model.config.get_text_config().vocab_size
     for prompt in prompts:
         where = f"{name}, line {prompt.line}"

@@ -17,11 +17,14 @@ from typer.models import ArgumentInfo
 
 from fastweights.config import ConfigError, FastWeightsConfig
 from fastweights.training.recipe import Recipe, RecipeError, Stage
-from fastweights.utils.errors import Argument, Call, FastWeightsError, Stopped
+from fastweights.utils.errors import Argument, Call, FastWeightsError, Stopped, error_context
 
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 DTYPE_HELP = "Precision of the weights; by default the checkpoint's own."
-SavedModel = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a saved model, converted or not.")]
+SavedModel = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="Model, converted or not: a folder, a training run, a hub id or a GGUF file."),
+]
 LARGEST_LAYER = 100_000
 
 # Options of the commands that generate text.
@@ -188,20 +191,61 @@ def _was_typed(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def check_output(path: Path | None, is_picture: bool = False) -> None:
-    """Refuse an output file that cannot be written, before hours of measuring."""
-    if path is not None and path.suffix in (".png", ".svg") and not is_picture:
+def model_source(source: str | Path, argument: str | None = None) -> str:
+    """The model that a user named, checked before torch is imported. A training run stands for its best checkpoint,
+    which is printed.
+
+    Args:
+        source: a folder, a training run, a hub id or a GGUF file.
+        argument: the argument that it was given by, if errors must name it.
+
+    Raises:
+        CheckpointError: there is no such model, or its files cannot be read.
+    """
+    from fastweights.model_paths import find_model
+    from fastweights.modeling.source_files import check_source
+
+    with error_context(*(() if argument is None else (Argument(argument), ": "))):
+        found = find_model(source)
+        if found != str(source):
+            typer.echo(f"{source} is a training run: its model is {found}", err=True)
+        check_source(found)
+    return found
+
+
+def check_result(path: Path | None) -> None:
+    """Refuse a file for a result that cannot be written, before hours of measuring."""
+    if path is not None and path.suffix in (".png", ".svg"):
         raise UsageError(
             f"--output {path} is a picture: give a JSON file for the result, such as {path.with_suffix('.json')}"
         )
-    if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        raise UsageError(f"--output {path} cannot be written: give a file name in a folder that exists")
-    if path is not None:
-        try:
-            tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.").close()
-        except OSError as error:
-            reason = f"no file can be written in {path.parent} ({error.strerror}); choose another folder"
-            raise UsageError(f"--output {path} cannot be written: {reason}") from error
+    check_output(path)
+
+
+def check_output(path: Path | None, flag: str = "--output") -> None:
+    """Refuse a file that cannot be written. None is no file."""
+    if path is None:
+        return
+    if path.is_dir() or not path.parent.is_dir():
+        raise UsageError(f"{flag} {path} cannot be written: give a file name in a folder that exists")
+    _check_writable(path, path.parent, flag)
+
+
+def check_output_folder(path: Path, flag: str = "--output") -> None:
+    """Refuse a folder that cannot be written, or cannot be created with its parents."""
+    above = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    if not above.is_dir():
+        raise UsageError(f"{flag} {path} cannot be written: {above} is a file; choose another folder")
+    _check_writable(path, above, flag)
+
+
+def _check_writable(path: Path, folder: Path, flag: str) -> None:
+    """Create a file in `folder` and remove it: permissions alone do not show a full or read-only disk."""
+    try:
+        tempfile.NamedTemporaryFile(dir=folder, prefix=f".{path.name}.").close()
+    except OSError as error:
+        reason = f"no file can be written in {folder} ({error.strerror}); choose another folder"
+        raise UsageError(f"{flag} {path} cannot be written: {reason}") from error
 
 
 def parse_numbers(flag: str, text: str) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -14,16 +14,17 @@ from fastweights.cli.options import (
     Dtype,
     UsageError,
     check_output,
+    check_result,
     given_options,
+    model_source,
     parse_numbers,
     reports_errors,
     short_name,
     usable_device,
 )
 from fastweights.cli.output import print_tables
-
-if TYPE_CHECKING:
-    from fastweights.results import CostResult
+from fastweights.profiling.checks import check_lengths
+from fastweights.results import CostResult
 
 PROFILED_HELP = "Models to compare, the base first; by default the paper's layer and the packaged model."
 LENGTHS_HELP = "Context lengths, in tokens; by default 128 to 65,536, or 256 to 16,384 for models on a CPU."
@@ -50,35 +51,38 @@ def profile(
 ) -> None:
     """Measure the time and memory of one token after contexts of several lengths. A single converted model is
     compared with its base model, if that is found."""
-    from transformers.utils import logging
-
-    from fastweights.profiling.suite import load_with_base
-    from fastweights.profiling.suite import profile as measure
-    from fastweights.results import CostResult
-
-    logging.disable_progress_bar()
-    check_output(output, is_picture=source is not None)
     if source is not None:
+        check_output(output)
         if others := given_options(context, besides=("source", "output")):
             raise UsageError(f"--from draws a result again: give it without {', '.join(others)}")
         cost = CostResult.read(source)
         print_tables(cost)
         typer.echo(_draw(cost, output or source), err=True)
         return
+    check_result(output)
     if models and (layer or heads):
         flag, first = "--layer" if layer else "--heads", short_name(models[0], models)
         raise UsageError(f"{flag} is for the layer, and {first} is a model: give only one of them")
+    chosen = None if lengths is None else parse_numbers("--lengths", lengths)
+    if chosen is not None:
+        check_lengths(chosen)
+    sources = {short_name(name, models or []): model_source(name) for name in models or ()}
+    from transformers.utils import logging
+
+    from fastweights.profiling.suite import load_with_base
+    from fastweights.profiling.suite import profile as measure
+
+    logging.disable_progress_bar()
     usable, notify = usable_device(device), partial(typer.echo, err=True)
     loaded = {}
-    if models:
-        sources = {short_name(name, models): name for name in models}
+    if sources:
         loaded = load_with_base(sources, device=usable, dtype=dtype, notify=notify)
     elif not layer:
         loaded = _load_packaged(dtype, usable)
     result = measure(
         loaded,
         layer=not models,
-        lengths=None if lengths is None else parse_numbers("--lengths", lengths),
+        lengths=chosen,
         batch=batch,
         heads=heads,
         device=usable,
@@ -126,7 +130,6 @@ def _draw(result: CostResult, target: Path) -> str:
 def _draw_written(path: Path) -> str:
     """Draw the figure of a result that was written to `path`; without the figure the numbers are safe, too."""
     from fastweights.report import ReportError
-    from fastweights.results import CostResult
 
     try:
         return _draw(CostResult.read(path), path)

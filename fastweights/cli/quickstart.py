@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fastweights.cli.options import reports_errors
+from fastweights.cli.options import check_output_folder, reports_errors
+from fastweights.cli.output import console
 
 
 @reports_errors
@@ -18,9 +19,11 @@ def quickstart(
     ),
 ) -> None:
     """Convert, train and evaluate a small packaged model, and write a report."""
-    from transformers.utils import logging
+    check_output_folder(output)
+    with Console(stderr=True).status("starting"):
+        from transformers.utils import logging
 
-    from fastweights.quickstart import run
+        from fastweights.quickstart import run
 
     logging.disable_progress_bar()
-    run(output, Console())
+    run(output, console())

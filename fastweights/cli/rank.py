@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,11 +11,20 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from fastweights.cli.options import UsageError, check_output, reports_errors, usable_device
+from fastweights.cli.options import (
+    UsageError,
+    check_output_folder,
+    check_result,
+    model_source,
+    reports_errors,
+    usable_device,
+)
+from fastweights.cli.output import console
+from fastweights.data.readers import check_data
+from fastweights.results import Data, RankedModel, RankingResult
 from fastweights.utils.errors import Argument, error_context
 
 if TYPE_CHECKING:
-    from fastweights.results import RankingResult
     from fastweights.training.losses import Batch
 
 LENGTH = 512
@@ -24,7 +32,10 @@ LENGTH = 512
 
 @reports_errors
 def rank(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a converted model, trained or not.")],
+    folder: Annotated[
+        str,
+        typer.Argument(metavar="DIR", help="Converted model, trained or not: a folder, a training run or a hub id."),
+    ],
     data: Annotated[str, typer.Option(help="Text to measure on, in the formats that train accepts.")],
     teacher: Annotated[
         str | None, typer.Option(help="The unconverted model; by default the one that DIR was converted from.")
@@ -49,33 +60,43 @@ def rank(
     ] = None,
 ) -> None:
     """Rank layers to leave as attention: restore one at a time and measure the KL divergence from the base model."""
-    import torch
-    from transformers.utils import logging
-
-    from fastweights.evaluation.layer_ranking import batches_of, hybrid_from, load_pair, rank_layers
-    from fastweights.loading import load_tokenizer
-    from fastweights.results import Data, RankedModel, RankingResult
-    from fastweights.training.losses import converted_layers
-
-    logging.disable_progress_bar()
     started = time.perf_counter()
-    check_output(output)
+    check_result(output)
     _check_save(save, keep)
-    usable = usable_device(device)
-    with Console(stderr=True).status(f"loading {escape(str(folder))}"):
-        student, base = (model.to(usable) for model in load_pair(folder, teacher, dtype=torch.float32))
-        tokenizer = load_tokenizer(folder)
+    row = min(LENGTH, tokens) if length is None else length
+    if tokens < row:
+        raise UsageError(f"--tokens {tokens} are fewer than one row: give at least --length {length}")
+    source = model_source(folder)
+    base_source = None if teacher is None else model_source(teacher, "teacher")
+    with error_context(Argument("data"), " "):
+        check_data(data, text_field)
+    with Console(stderr=True).status(f"loading {escape(folder)}"):
+        import torch
+        from transformers.utils import logging
+
+        from fastweights.evaluation.layer_ranking import batches_of, hybrid_from, load_pair, rank_layers
+        from fastweights.evaluation.perplexity import window_for
+        from fastweights.loading import load_tokenizer
+        from fastweights.training.losses import converted_layers
+
+        logging.disable_progress_bar()
+        usable = usable_device(device)
+        student, base = (model.to(usable) for model in load_pair(source, base_source, dtype=torch.float32))
+        tokenizer = load_tokenizer(source)
     layers = len(converted_layers(student))
     if keep > layers or (save is not None and keep == layers):
         most, why = (layers, "") if save is None else (layers - 1, ", so that --save has a layer left to convert")
         raise UsageError(f"--keep {keep}: {folder} has {layers} converted layers, choose at most {most}{why}")
-    rows = _rows(folder, data, tokenizer, (student, base), tokens, length, text_field)
+    longest = window_for((student, base), row)
+    if length is not None and length > longest:
+        raise UsageError(f"--length {length}: {folder} has positions for {longest} tokens only")
+    rows = _rows(source, data, tokenizer, student, tokens, longest, text_field)
     ranking = rank_layers(student, base, batches_of(rows), keep=keep, fit=fit)
     base_name = Path(teacher or student.config.fastweights_base).name
     result = RankingResult(
         seed=0,
         tokens=rows["input_ids"].numel(),
-        model=RankedModel(name=folder.name, base=base_name, settings=student.config.fastweights),
+        model=RankedModel(name=Path(folder).name, base=base_name, settings=student.config.fastweights),
         data=Data(name=Path(data).name),
         settings={"keep": keep, "fit": fit, "length": rows["input_ids"].shape[1], "device": usable},
         kl=ranking.kl,
@@ -88,7 +109,7 @@ def rank(
     if output is not None:
         result.write(output)
     if save is not None:
-        hybrid_from(folder, ranking.chosen, save, teacher)
+        hybrid_from(source, ranking.chosen, save, base_source)
         typer.echo(str(save))
 
 
@@ -100,42 +121,31 @@ def _check_save(save: Path | None, keep: int) -> None:
         raise UsageError(f"--save {save}: give --keep, how many layers of the hybrid are attention")
     if save.exists() and (not save.is_dir() or any(save.iterdir())):
         raise UsageError(f"--save {save} exists and is not an empty folder: name a new one")
-    above = next(folder for folder in save.absolute().parents if folder.exists())
-    if not os.access(above, os.W_OK):
-        raise UsageError(f"--save {save}: {above} cannot be written to; choose another folder")
+    check_output_folder(save, "--save")
 
 
-def _rows(
-    folder: Path, data: str, tokenizer: Any, models: tuple[Any, Any], tokens: int, length: int | None, text_field: str
-) -> Batch:
+def _rows(source: str, data: str, tokenizer: Any, student: Any, tokens: int, length: int, text_field: str) -> Batch:
     from fastweights.data.batches import validation_rows
     from fastweights.data.token_files import check_vocabulary, prepare
-    from fastweights.evaluation.perplexity import window_for
     from fastweights.loading import require_tokenizer
 
-    row = min(LENGTH, tokens) if length is None else length
-    if tokens < row:
-        raise UsageError(f"--tokens {tokens} are fewer than one row: give at least --length {length}")
-    most = window_for(models, row)
-    if length is not None and length > most:
-        raise UsageError(f"--length {length}: {folder} has positions for {most} tokens only")
-    require_tokenizer(tokenizer, folder)
+    require_tokenizer(tokenizer, source)
     with error_context(Argument("data"), " "):
         prepared = prepare(data, tokenizer, text_field=text_field, limit=tokens)
-        rows = validation_rows(prepared, most)
-    check_vocabulary(prepared, tokenizer, models[0].config)
+        rows = validation_rows(prepared, length)
+    check_vocabulary(prepared, tokenizer, student.config)
     return rows
 
 
 def _print(result: RankingResult) -> None:
-    console = Console()
-    console.print(f"KL(base || model) of next tokens, nothing restored: {result.kl:.4f}", highlight=False)
+    stdout = console()
+    stdout.print(f"KL(base || model) of next tokens, nothing restored: {result.kl:.4f}", highlight=False)
     table = Table(*(Column(header, justify="right") for header in ("layer", "KL with it restored", "gain")), box=None)
     for row in result.layers:
         table.add_row(str(row.layer), f"{row.kl:.4f}", f"{row.gain:+.4f}")
-    console.print(table)
+    stdout.print(table)
     if result.chosen:
         chosen = Table(*(Column(header, justify="right") for header in ("keep", "KL with those so far")), box=None)
         for layer, kl in zip(result.chosen, result.kl_after, strict=True):
             chosen.add_row(str(layer), f"{kl:.4f}")
-        console.print("", chosen)
+        stdout.print("", chosen)

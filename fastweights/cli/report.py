@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fastweights.cli.options import UsageError, given_options, reports_errors
+from fastweights.cli.options import UsageError, check_output_folder, given_options, model_source, reports_errors
 
 
 @reports_errors
@@ -44,6 +44,11 @@ def report(
         raise typer.Exit(int(check and bool(stale)))
     if check:
         raise UsageError("--check goes with --fill: name the page to check, --fill PAGE")
+    check_output_folder(output)
+    if card is not None:
+        if not card.is_dir():
+            raise UsageError(f"--card {card}: there is no such folder; give that of a saved, converted model")
+        card = Path(model_source(card, "card"))
     typer.echo(str(make_report(results or [], output, title=title)))
     if card is not None:
         typer.echo(str(write_model_card(results or [], card, base_name=base_name, license=license)))

@@ -6,14 +6,30 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from fastweights.cli.options import UsageError, given_by_set, given_options, reports_errors, stage_help, takes_changes
+from fastweights.cli.options import (
+    UsageError,
+    check_output_folder,
+    given_by_set,
+    given_options,
+    model_source,
+    reports_errors,
+    stage_help,
+    takes_changes,
+)
+from fastweights.data.readers import check_data
 from fastweights.results import TrainingResult
+from fastweights.training.recipe import change as changed
+from fastweights.training.recipe import load_recipe, parse_changes
+from fastweights.training.run_folder import check_new_run, check_resumes
+from fastweights.utils.errors import Argument, error_context
 
 PARENT_POLL_SECONDS = 0.5
 
@@ -22,7 +38,10 @@ PARENT_POLL_SECONDS = 0.5
 @takes_changes
 def train(
     changes: dict[str, Any],
-    model: Annotated[str | None, typer.Argument(metavar="[DIR]", help="Folder of a saved model.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="[DIR]", help="Model to train: a folder, a training run, a hub id or a GGUF file."),
+    ] = None,
     data: Annotated[
         str | None,
         typer.Option(
@@ -50,21 +69,15 @@ def train(
     context: typer.Context = None,  # type: ignore[assignment]
 ) -> None:
     """Train a converted model until it is close to its base. --resume continues an interrupted run."""
-    from transformers.utils import logging
-
-    from fastweights.training.recipe import change as changed
-    from fastweights.training.recipe import load_recipe, parse_changes
-    from fastweights.training.trainer import TrainConfig
-    from fastweights.training.trainer import resume as resume_training
-    from fastweights.training.trainer import train as start_training
-
-    logging.disable_progress_bar()
     if parent is not None:
         _stop_with(parent)
     if resume is not None:
         others = given_options(context, besides=("resume", "parent"))
         if others:
             raise UsageError(f"--resume takes the settings of the run: give it alone, without {', '.join(others)}")
+        check_resumes(resume)
+        with _importing():
+            from fastweights.training.trainer import resume as resume_training
         result, folder = resume_training(resume), resume
     else:
         if model is None or data is None or output is None:
@@ -73,8 +86,16 @@ def train(
         loaded, set_changes = load_recipe(recipe), parse_changes(change)
         with given_by_set(set_changes):
             made = changed(loaded, changes | set_changes)
+        check_new_run(output)
+        check_output_folder(output)
+        source = model_source(model)
+        teacher = None if teacher is None else model_source(teacher, "teacher")
+        _check_texts(data, validation, text_field)
+        with _importing():
+            from fastweights.training.trainer import TrainConfig
+            from fastweights.training.trainer import train as start_training
         config = TrainConfig(
-            model=model,
+            model=source,
             data=data,
             recipe=made,
             teacher=teacher,
@@ -87,6 +108,23 @@ def train(
         )
         result, folder = start_training(config, output), output
     _print_training(result, folder)
+
+
+@contextmanager
+def _importing() -> Iterator[None]:
+    """In its block torch and transformers are imported, after all that can be checked without them."""
+    with Console(stderr=True).status("starting"):
+        yield
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+
+
+def _check_texts(data: str, validation: str | None, text_field: str) -> None:
+    check_data(data, text_field)
+    if validation is not None:
+        with error_context(Argument("validation"), ": "):
+            check_data(validation, text_field)
 
 
 def _stop_with(parent: int) -> None:

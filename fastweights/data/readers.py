@@ -17,6 +17,7 @@ from fastweights.utils.errors import Argument, FastWeightsError
 
 SEPARATOR = b"<|endoftext|>"
 MESSAGES = "messages"
+TOKENS = "tokens.bin"  # in a folder of tokens that token_files.py wrote
 
 _OPENERS: dict[str, Callable[[Any], Any]] = {".xz": lzma.open, ".gz": gzip.open}
 _TEXT_FIELD = Argument("text_field")
@@ -70,6 +71,21 @@ def find(name: str, field: str) -> Source:
     files = _files_in(path) if path.is_dir() else [path]
     size = None if any(_kind(file) == ".parquet" for file in files) else sum(f.stat().st_size for f in files)
     return Source(name, _stats(files), _file_documents(files, field), size)
+
+
+def check_data(name: str, field: str = "text") -> None:
+    """Refuse a source that is not there or is empty, without reading it. A folder of tokens is a source, too.
+
+    Raises:
+        DataError: what is wrong with it.
+    """
+    if not (Path(name) / TOKENS).is_file() and find(name, field).size == 0:
+        raise empty_source(name)
+
+
+def empty_source(name: str) -> DataError:
+    """The error about a source without text."""
+    return DataError(f"{name} has no text in it: it is empty, or all its documents are blank")
 
 
 def _files_in(folder: Path) -> list[Path]:

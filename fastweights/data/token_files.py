@@ -19,7 +19,7 @@ import numpy as np
 from rich.progress import BarColumn, DownloadColumn
 
 from fastweights.data.chat import ChatEncoder
-from fastweights.data.readers import Conversation, DataError, Document, Documents, Source, find
+from fastweights.data.readers import TOKENS, Conversation, DataError, Document, Documents, Source, empty_source, find
 from fastweights.loading import require_tokenizer
 from fastweights.tokenization import bos_token
 from fastweights.utils.errors import Argument
@@ -112,7 +112,7 @@ def prepare(
     require_tokenizer(tokenizer)
     if limit is not None and limit < 1:
         raise DataError(Argument("limit"), f" must be at least 1 token, found {limit}")
-    if (Path(source) / "tokens.bin").is_file():
+    if (Path(source) / TOKENS).is_file():
         return _tokens_in(Path(source), limit, bos_token(tokenizer))
     found = find(os.fspath(source), text_field)
     settings = {"text_field": text_field, "limit": limit, "tokenizer": _tokenizer_fingerprint(tokenizer)}
@@ -187,7 +187,7 @@ def _open(folder: Path, bos: int | None = None) -> TokenFile | None:
     """The token file in a folder; None where there is none or it is damaged."""
     try:
         meta = read_json(folder / "meta.json")
-        tokens = np.memmap(folder / "tokens.bin", dtype=DTYPES[meta["dtype"]], mode="r")
+        tokens = np.memmap(folder / TOKENS, dtype=DTYPES[meta["dtype"]], mode="r")
         starts = np.load(folder / "starts.npy", mmap_mode="r", allow_pickle=False)
         scored = np.memmap(folder / SCORED, dtype=np.bool_, mode="r") if "scored" in meta else None
         opened = TokenFile(folder, tokens, starts, meta, bos, scored)
@@ -241,7 +241,7 @@ def _write(
     task = bar.add_task("tokenizing", total=source.size)
     encode = partial(_encode_chats, ChatEncoder(tokenizer)) if is_chat else partial(_encode_texts, tokenizer)
     with ExitStack() as files:
-        file = files.enter_context((folder / "tokens.bin").open("wb"))
+        file = files.enter_context((folder / TOKENS).open("wb"))
         scored_file = files.enter_context((folder / SCORED).open("wb")) if is_chat else None
         files.enter_context(bar)
         for document, read in _encoded(source.documents, tokenizer, encode, settings["limit"]):
@@ -257,7 +257,7 @@ def _write(
             largest = max(largest, int(document.ids.max()))
             bar.update(task, completed=count["documents"] if source.size is None else read)
     if not starts:
-        raise DataError(f"{source.name} has no text in it: it is empty, or all its documents are blank")
+        raise empty_source(source.name)
     np.save(folder / "starts.npy", np.array(starts, dtype=np.int64))
     _update(checksum, np.array(starts, dtype=np.int64))
     if is_chat:

@@ -10,12 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
+from fastweights.evaluation.checks import EvaluationError
 from fastweights.modeling.positions import position_limit
-from fastweights.utils.errors import Argument, FastWeightsError
-
-
-class EvaluationError(FastWeightsError):
-    """An evaluation that cannot be done, with the reason."""
+from fastweights.utils.errors import Argument
 
 
 def call_model(model: Any, tokens: Tensor, logits_to_keep: int, **arguments: Any) -> Any:

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastweights.evaluation.forward import EvaluationError, call_model, check_positions
+from fastweights.evaluation.checks import WINDOW, EvaluationError, check_window
+from fastweights.evaluation.forward import call_model, check_positions
 from fastweights.loading import require_tokenizer
 from fastweights.modeling.modes import evaluating
 from fastweights.modeling.positions import position_limit
@@ -159,7 +160,7 @@ def perplexity_by_position(
     return [_bucket(totals, *ends, len(windows)) for ends in zip(starts, [*starts[1:], length], strict=True)]
 
 
-def window_for(models: Sequence[Any], preferred: int = 1024) -> int:
+def window_for(models: Sequence[Any], preferred: int = WINDOW) -> int:
     """The preferred window, or as much of it as every model has positions for."""
     limits = [position_limit(model) for model in models]
     return min([preferred, *(limit for limit in limits if limit is not None)])
@@ -167,15 +168,7 @@ def window_for(models: Sequence[Any], preferred: int = 1024) -> int:
 
 def check_windows(model: Any, length: int, context: int = 0) -> None:
     """Refuse windows that are empty, have no token to score, or do not fit the model."""
-    if length < 1:
-        raise EvaluationError(Argument("length"), f" {length}: a window has at least 1 token")
-    if not 0 <= context < length:
-        raise EvaluationError(
-            Argument("context"),
-            f" {context} with ",
-            Argument("length"),
-            f" {length}: a window must have tokens left to score, so context is from 0 to {length - 1}",
-        )
+    check_window(length, context)
     check_positions(model, length, Argument("length"))
 
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fastweights.evaluation.forward import EvaluationError, check_positions
+from fastweights.evaluation.checks import check_measures
+from fastweights.evaluation.forward import check_positions
 from fastweights.evaluation.lm_eval import check_tasks, run_tasks
 from fastweights.evaluation.perplexity import check_windows, perplexity, perplexity_by_position
 from fastweights.evaluation.recall import ordinary_tokens, recall_probe
@@ -60,10 +61,7 @@ def evaluate(
             possible is checked before the first model is measured.
     """
     data = data or {}
-    if not (data or tasks or recall) or (by_position and not data):
-        names = [Argument(name) for name in ("data", "by_position", "tasks", "recall")]
-        message = ("nothing to evaluate on: give ", names[0], " (which ", names[1], " needs), ", names[2], " or ")
-        raise EvaluationError(*message, names[3])
+    check_measures(data, tasks, recall, by_position)
     position_length = length if position_length is None else position_length
     if tasks:
         check_tasks(tasks, task_folder)

@@ -93,6 +93,11 @@ def load_grid(name: str | os.PathLike) -> list[Variant]:
     return variants
 
 
+def result_file(folder: Path, name: str) -> Path:
+    """The result of a run in the folder of its comparison. Where it exists, the run is done."""
+    return folder / "results" / f"{name}.json"
+
+
 def choose(variants: Sequence[Variant], only: Iterable[str]) -> list[Variant]:
     """Select runs by name.
 

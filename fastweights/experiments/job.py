@@ -23,7 +23,7 @@ from fastweights.config import FastWeightsConfig
 from fastweights.conversion import convert
 from fastweights.data.readers import read_text
 from fastweights.evaluation.perplexity import EvaluationError, perplexity
-from fastweights.experiments.grid import GridError, Variant
+from fastweights.experiments.grid import GridError, Variant, result_file
 from fastweights.loading import load, load_tokenizer, save
 from fastweights.modeling.modes import autocast
 from fastweights.results import PerplexityRow, ResultError, TrainingResult
@@ -64,7 +64,7 @@ class Job:
         self.folder = setup.folder / "runs" / self.name
         self.started, self.log = self.folder / "begun.json", self.folder / "log.txt"
         self.converted, self.training = self.folder / "converted", self.folder / "training"
-        self.result = setup.folder / "results" / f"{self.name}.json"
+        self.result = result_file(setup.folder, self.name)
         self.config = TrainConfig(
             setup.model, setup.data, variant.recipe, None, setup.validation, limit=setup.limit, device=setup.device
         )

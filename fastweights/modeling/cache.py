@@ -21,7 +21,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Stati
 from fastweights.config import FastWeightsConfig
 from fastweights.modeling.families import family_of
 from fastweights.modeling.layer import FastWeightsAttention
-from fastweights.utils.errors import Argument, FastWeightsError
+from fastweights.modeling.state_file import StateError, check_state_file
+from fastweights.utils.errors import Argument
 from fastweights.utils.files import write_tensors
 
 # Settings that do not change what a state means: how a model was initialized, and what it refuses.
@@ -40,10 +41,6 @@ SAME_WEIGHTS = 4e-3
 
 # The dtypes that a tensor of a file may have, and its shape (None: any size).
 Expected = tuple[tuple[str, ...], tuple[int | None, ...]]
-
-
-class StateError(FastWeightsError):
-    """A state that cannot be read, or that belongs to another model."""
 
 
 class StateLayer(CacheLayerMixin):
@@ -384,8 +381,7 @@ def _keys_and_values(layer: Any) -> dict[str, Tensor | None]:
 
 def _read(path: Path, model: nn.Module, cache: FastWeightsCache) -> dict[str, Tensor]:
     """The tensors of a state file. All names, shapes and dtypes are compared with the model's before any is read."""
-    if not path.is_file():
-        raise StateError(f"no state file at {path}: give one that was saved before")
+    check_state_file(path)
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}

@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 from fastweights.config import ConfigError, FastWeightsConfig
 from fastweights.ops.step import step
-from fastweights.profiling.model_cost import check_counts, check_lengths, first_cheaper_from, with_crossings
+from fastweights.profiling.checks import check_counts, check_lengths
+from fastweights.profiling.model_cost import first_cheaper_from, with_crossings
 from fastweights.profiling.timing import Conditions, Contender, Findings, check_room, measure, on
 from fastweights.results import CostResult
 from fastweights.rules import RULES

@@ -25,6 +25,7 @@ from fastweights.modeling.description import layer_memory
 from fastweights.modeling.families import family_of
 from fastweights.modeling.modes import evaluating
 from fastweights.modeling.positions import position_limit
+from fastweights.profiling.checks import check_counts, check_lengths
 from fastweights.profiling.timing import Conditions, Contender, Findings, check_room, measure, on
 from fastweights.results import CostPoint, CostResult, ModelCost
 from fastweights.utils.errors import Argument
@@ -148,21 +149,6 @@ def _check(models: Mapping[str, Any], lengths: Sequence[int], batch: int, timed_
         raise ConfigError(Argument("models"), " must be models by name, found none")
     check_lengths(lengths)
     check_counts(batch=batch, timed_tokens=timed_tokens)
-
-
-def check_lengths(lengths: Sequence[int]) -> None:
-    """Refuse an empty list of lengths, and lengths below 1."""
-    if not lengths or min(lengths) < 1:
-        raise ConfigError(
-            Argument("lengths"), f" must be at least one length of 1 or more tokens, found {list(lengths)}"
-        )
-
-
-def check_counts(**counts: int) -> None:
-    """Refuse counts below 1. The error names the argument."""
-    for name, count in counts.items():
-        if count < 1:
-            raise ConfigError(Argument(name), f" must be at least 1, found {count}")
 
 
 def _check_positions(models: Mapping[str, Any], shortest: int) -> None:

@@ -9,11 +9,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from helpers.cli import error_of, run, save_model, succeed, tokenizer
 from helpers.tiny import pretrained, tokens
+from huggingface_hub.errors import RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
 from transformers import BloomConfig, BloomForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -163,13 +165,34 @@ def test_missing_folder_is_named(tmp_path: Path, out: Path) -> None:
         load(missing)
     assert error_of("convert", missing, "-o", out).startswith(f"no folder at {missing}: give a model's folder")
     assert f"no folder at {missing}" in error_of("generate", missing, "--prompt", "x")
-    assert f"{missing} is not a checkpoint" in error_of("info", missing)
+    assert f"no folder at {missing}" in error_of("info", missing)
     assert_nothing_left(out)
 
 
-def test_relative_path_is_not_looked_up_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("command", [["generate", "--prompt", "x"], ["info"], ["convert", "-o", "out"]])
+def test_name_that_is_neither_a_folder_nor_on_the_hub_is_refused_after_one_request(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers asks for each file of a model, each several times."""
+    requests = []
+
+    def not_found(*args: Any, **kwargs: Any) -> None:
+        requests.append(args)
+        raise RepositoryNotFoundError("404", response=MagicMock())
+
+    def unreachable(*args: Any, **kwargs: Any) -> None:
+        requests.append(args)
+        raise ConnectionError("no network")
+
     monkeypatch.chdir(tmp_path)
-    assert "no folder at modle" in error_of("generate", "modle", "--prompt", "x")
+    for answer, reason in ((not_found, "the hub has no such model"), (unreachable, "cannot be reached: no network")):
+        monkeypatch.setattr("huggingface_hub.HfApi.model_info", answer)
+        found = error_of(command[0], "modle", *command[1:])
+        assert found.startswith("modle: there is no such folder here, and ") and reason in found
+    assert len(requests) == 2
+    with pytest.raises(CheckpointError, match="no network"):
+        load("modle")
+    assert error_of(command[0], "no model", *command[1:]).startswith("no folder at no model")
 
 
 def test_missing_gguf_file_is_named(tmp_path: Path, out: Path) -> None:
@@ -362,9 +385,12 @@ def test_missing_state_is_named(model_folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flag", ["--load-state", "--save-state"])
 def test_state_flags_need_a_converted_model(base: Path, tmp_path: Path, flag: str) -> None:
+    if flag == "--load-state":
+        (tmp_path / "state").touch()
+    before = list(tmp_path.iterdir())
     found = error_of("generate", base, "--prompt", "x", flag, tmp_path / "state")
     assert found == f"{flag} needs a converted model, and {base} is an ordinary one: run fastweights convert"
-    assert not (tmp_path / "state").exists()
+    assert list(tmp_path.iterdir()) == before
 
 
 # output folders
