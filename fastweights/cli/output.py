@@ -27,14 +27,16 @@ def print_description(described: Description, name: str) -> None:
     """Print what a model is and how its memory grows."""
     from fastweights.modeling.description import summarize
 
-    summary = Table(title=escape(name), title_justify="left", show_header=False, box=None)
+    summary = Table(show_header=False, box=None)
     for label, value in summarize(described).items():
         summary.add_row(label, value)
     headers = ("tokens", "this model", "KV cache of the base model")
     memory = Table(*(Column(header, justify="right") for header in headers), box=None)
     for row in described.memory:
         memory.add_row(f"{row.tokens:,}", decimal(row.here), decimal(row.attention))
-    console().print(summary, "", memory)
+    stdout = console()
+    stdout.print(f"[italic]{escape(name)}[/]", highlight=False, soft_wrap=True)  # a table would wrap its title
+    stdout.print(summary, "", memory)
 
 
 def print_tables(result: Result) -> None:

@@ -10,6 +10,7 @@ import struct
 from typing import Any, BinaryIO
 
 MAGIC = b"GGUF"
+LONGEST_STRING = 2**24  # chat templates have a few kilobytes; memory for a damaged length is not reserved
 _STRING, _ARRAY = 8, 9
 # Codes of value types in the file, as formats of the struct module.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -38,6 +39,8 @@ def _unpack(file: BinaryIO, form: str) -> tuple[Any, ...]:
 
 def _string(file: BinaryIO) -> str:
     (length,) = _unpack(file, "<Q")
+    if length > LONGEST_STRING:
+        raise ValueError(f"a field has {length:,} bytes, more than {LONGEST_STRING:,}")
     return file.read(length).decode("utf-8", "replace")
 
 

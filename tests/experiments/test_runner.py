@@ -411,7 +411,9 @@ def test_bad_comparisons_are_refused_before_a_run_starts(files: Files, tmp_path:
     (tmp_path / "blank.txt").write_text(" \n")
     said = error_of(*typed(files, grid, output, *only, "--test", tmp_path / "blank.txt"))
     assert said == "--test blank.txt: it has no text in it"
-    assert error_of(*typed(files, grid, output, *only, "--test", tmp_path / "none")).startswith("--test none: ")
+    assert error_of(*typed(files, grid, output, *only, "--test", tmp_path / "none")).startswith(
+        f"--test: {tmp_path}/none: "
+    )
     (tmp_path / "short.txt").write_text("one word\n")
     short = files._replace(validation=tmp_path / "short.txt")
     assert "are fewer than one row" in error_of(*typed(short, grid, output, *only))
