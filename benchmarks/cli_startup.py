@@ -43,17 +43,18 @@ def seconds_of(arguments: list[str]) -> dict[str, float]:
     return {"cpu": cpu, "wall": time.perf_counter() - started}
 
 
-def measure(folder: Path, repeats: int) -> list[dict[str, Any]]:
+def measure(folder: Path, repeats: int) -> dict[str, dict[str, float]]:
+    """The median of each command's seconds."""
     paths = {"model": folder / "model", "missing": folder / "missing", "new": folder / "new", "text": folder / "text"}
     convert = ["convert", str(PACKAGED), "-o", str(paths["model"])]
     subprocess.run([sys.executable, "-m", "fastweights", *convert], check=True, capture_output=True)
     paths["text"].write_text("Some text.")
-    rows = []
+    medians = {}
     for name, command in COMMANDS.items():
         runs = [seconds_of(command.format(**paths).split()) for _ in range(repeats)]
-        rows.append({"command": name} | {key: round(statistics.median(run[key] for run in runs), 2) for key in runs[0]})
-        print(rows[-1])
-    return rows
+        medians[name] = {kind: round(statistics.median(run[kind] for run in runs), 2) for kind in runs[0]}
+        print(name, medians[name])
+    return medians
 
 
 def main() -> None:
@@ -62,11 +63,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/cli_startup.json"))
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
-    result = json.loads(arguments.out.read_text()) if arguments.out.is_file() else {"versions_measured": {}}
+    earlier = json.loads(arguments.out.read_text()) if arguments.out.is_file() else {}
     with tempfile.TemporaryDirectory() as folder:
-        rows = measure(Path(folder), arguments.repeats)
-    result["versions_measured"][arguments.name] = provenance() | {"repeats": arguments.repeats, "commands": rows}
-    write_result(arguments.out, {"what": "seconds until a command's message", "seed": 0, "tokens": 0} | result)
+        measured: dict[str, Any] = {"repeats": arguments.repeats, "commands": measure(Path(folder), arguments.repeats)}
+    versions = {name: part for name, part in earlier.items() if isinstance(part, dict) and "commands" in part}
+    versions[arguments.name] = provenance() | measured
+    write_result(arguments.out, {"what": "seconds of commands", "seed": 0, "tokens": 0} | versions)
 
 
 if __name__ == "__main__":

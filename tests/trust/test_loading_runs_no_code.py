@@ -137,7 +137,7 @@ def test_code_in_the_place_of_our_own_is_not_run(folder: Path, marker: Path, tmp
     code.write_text(f"open({str(marker)!r}, 'w').close()\n" + code.read_text())
     load(folder)
     load_tokenizer(folder)
-    describe_folder(folder)
+    describe_source(folder)
     for options in ({}, {"trust_remote_code": False}, {"trust_remote_code": True}):
         AutoModelForCausalLM.from_pretrained(folder, **options)
     assert run("generate", folder, "--prompt", "Hello", "--max-new-tokens", 2).exit_code == 0
