@@ -61,6 +61,14 @@ def find_model(source: str | os.PathLike) -> str:
     raise CheckpointError(f"the training run in {folder} has no checkpoint yet: resume it, or give another model")
 
 
+def display_name(source: str | os.PathLike) -> str:
+    """A model's name: that of its folder, file or hub repository, and of a run's `best` or `last` that of the run."""
+    path = Path(source)
+    folder = path.absolute()
+    of_run = path.name in (BEST, LAST) and (folder.is_symlink() or (folder.parent / RUN).is_file())
+    return folder.parent.name if of_run else path.name or folder.name
+
+
 def no_such_folder(source: str | os.PathLike) -> CheckpointError:
     """The error about a path where there is nothing."""
     return CheckpointError(f"no folder at {source}: give a model's folder, a GGUF file or a hub id")

@@ -251,7 +251,8 @@ class TrainingResult(Result):
 
     base: The model it started from before conversion, None where that was not measured.
     curve: Training losses, thinned out.
-    best, last: Validation points; None where there was no validation.
+    best, last: Validation points; None where there was no validation. The best one may be that before the first step.
+    warning: Only of a run that ended worse than it began: how much worse, and what to change.
     run, cell, tests: Only of the runs of a grid: its name there, what the grid says about its place in a table (which
         nothing in the package interprets but the names `table`, `row` and `column`), and perplexities of the best
         checkpoint on test texts.
@@ -272,6 +273,7 @@ class TrainingResult(Result):
     diverged: Divergence | None
     seconds: float
     finished: bool
+    warning: str | None = None
     run: str | None = None
     cell: dict[str, Any] | None = None
     tests: list[PerplexityRow] | None = None

@@ -14,6 +14,7 @@ from fastweights.cli.convert import convert
 from fastweights.cli.evaluate import evaluate
 from fastweights.cli.generate import generate
 from fastweights.cli.info import info
+from fastweights.cli.options import stage_table
 from fastweights.cli.profile import profile
 from fastweights.cli.quickstart import quickstart
 from fastweights.cli.rank import rank
@@ -30,7 +31,7 @@ app.command()(convert)
 app.command()(info)
 app.command()(generate)
 app.command()(chat)
-app.command()(train)
+app.command(epilog=stage_table())(train)
 app.command()(compare)
 app.command("eval")(evaluate)
 app.command()(profile)

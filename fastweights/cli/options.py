@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import Field, fields
 from pathlib import Path
+from textwrap import wrap
 from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 from typer.models import ArgumentInfo
 
 from fastweights.config import ConfigError, FastWeightsConfig
+from fastweights.model_paths import display_name
 from fastweights.training.recipe import Recipe, RecipeError, Stage
 from fastweights.utils.errors import Argument, Call, FastWeightsError, Stopped, error_context
 
@@ -147,11 +149,16 @@ def _with_default(setting: Field) -> str:
     return Recipe.help(setting.name) + default
 
 
-def stage_help() -> str:
-    """Every setting of a stage, for the help of --set."""
-    described = [f"{f.name} ({f.default}): {f.metadata['help']}" for f in fields(Stage)]
-    usage = "Change a setting of a stage: LOSS.NAME=VALUE, such as distill.tokens=1000000; may be repeated."
-    return f"{usage} Names and defaults: {' '.join(described)}"
+def stage_table(width: int = 78) -> str:
+    """The settings of a stage with their defaults, for the end of a command's help."""
+    rows = [("name", "default", "meaning")]
+    rows += [(f.name, "–" if f.default is None else f"{f.default}", f.metadata["help"]) for f in fields(Stage)]
+    name_width, default_width = (max(len(row[column]) for row in rows) for column in (0, 1))
+    lines = ["Settings of a stage, for --set LOSS.NAME=VALUE:"]
+    for name, default, meaning in rows:
+        start = f"{name:{name_width}}  {default:{default_width}}  "
+        lines += wrap(meaning, width, initial_indent=start, subsequent_indent=" " * len(start))
+    return "\b\n" + "\n".join(lines)  # \b: the program's help does not wrap these lines again
 
 
 def takes_changes(command: Callable[..., None]) -> Callable[..., None]:
@@ -270,8 +277,8 @@ def parse_layers(text: str) -> tuple[int, ...]:
 
 
 def short_name(name: str, names: list[str]) -> str:
-    """A model's name without its folder, unless several have that name."""
-    return Path(name).name if len({Path(other).name for other in names}) == len(names) else name
+    """The name of a model or file in tables, or what was typed if several have that name."""
+    return display_name(name) if len({display_name(other) for other in names}) == len(names) else name
 
 
 def usable_device(device: str | None) -> str:

@@ -21,6 +21,7 @@ from fastweights.cli.options import (
 )
 from fastweights.cli.output import console
 from fastweights.data.readers import check_data
+from fastweights.model_paths import display_name
 from fastweights.results import Data, RankedModel, RankingResult
 from fastweights.utils.errors import Argument, error_context
 
@@ -92,11 +93,11 @@ def rank(
         raise UsageError(f"--length {length}: {folder} has positions for {longest} tokens only")
     rows = _rows(source, data, tokenizer, student, tokens, longest, text_field)
     ranking = rank_layers(student, base, batches_of(rows), keep=keep, fit=fit)
-    base_name = Path(teacher or student.config.fastweights_base).name
+    base_name = display_name(teacher or student.config.fastweights_base)
     result = RankingResult(
         seed=0,
         tokens=rows["input_ids"].numel(),
-        model=RankedModel(name=Path(folder).name, base=base_name, settings=student.config.fastweights),
+        model=RankedModel(name=display_name(folder), base=base_name, settings=student.config.fastweights),
         data=Data(name=Path(data).name),
         settings={"keep": keep, "fit": fit, "length": rows["input_ids"].shape[1], "device": usable},
         kl=ranking.kl,

@@ -21,13 +21,12 @@ from fastweights.cli.options import (
     given_options,
     model_source,
     reports_errors,
-    stage_help,
     takes_changes,
 )
 from fastweights.data.readers import check_data
 from fastweights.results import TrainingResult
+from fastweights.training.recipe import LARGEST_RATE, for_all_stages, load_recipe, parse_changes
 from fastweights.training.recipe import change as changed
-from fastweights.training.recipe import load_recipe, parse_changes
 from fastweights.training.run_folder import check_new_run, check_resumes
 from fastweights.utils.errors import Argument, error_context
 
@@ -56,7 +55,31 @@ def train(
     teacher: Annotated[
         str | None, typer.Option(help="The unconverted model; by default the one that DIR was converted from.")
     ] = None,
-    change: Annotated[list[str], typer.Option("--set", help=stage_help())] = [],  # noqa: B006 (typer makes a new one)
+    learning_rate: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=LARGEST_RATE,
+            help="Peak learning rate of the new attention in all stages; by default the recipe's. "
+            "--set distill.learning_rate=VALUE changes that of one stage.",
+        ),
+    ] = None,
+    body_learning_rate: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=LARGEST_RATE,
+            help="Peak learning rate of the rest of the model in all stages (0 freezes it); by default the recipe's.",
+        ),
+    ] = None,
+    change: Annotated[
+        list[str],
+        typer.Option(
+            "--set",
+            help="Change a setting of a stage, such as distill.tokens=1000000; may be repeated. The table below lists "
+            "them.",
+        ),
+    ] = [],  # noqa: B006 (typer makes a new one)
     text_field: Annotated[str, typer.Option(help="Field of JSON lines and data sets that holds the text.")] = "text",
     limit: Annotated[int | None, typer.Option(min=1, help="Read at most this many tokens of the data.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one.")] = None,
@@ -84,8 +107,9 @@ def train(
             missing = [n for n, v in (("DIR", model), ("--data", data), ("--output", output)) if v is None]
             raise UsageError(f"{', '.join(missing)} missing: fastweights train DIR --data TEXT -o FOLDER")
         loaded, set_changes = load_recipe(recipe), parse_changes(change)
+        rates = {"learning_rate": learning_rate, "body_learning_rate": body_learning_rate}
         with given_by_set(set_changes):
-            made = changed(loaded, changes | set_changes)
+            made = changed(loaded, changes | for_all_stages(loaded, rates) | set_changes)
         check_new_run(output)
         check_output_folder(output)
         source = model_source(model)
@@ -145,7 +169,8 @@ def _print_training(result: TrainingResult, folder: Path) -> None:
     best, base = result.best, result.base
     if best is not None:
         ratio = "" if base is None else f", {best.perplexity / base.perplexity:.3f} times the base's"
-        console.print(f"validation perplexity {best.perplexity:,.2f}{ratio}", highlight=False)
+        when = f"after {best.tokens:,} tokens" if best.step else "before the first step"
+        console.print(f"best validation perplexity {best.perplexity:,.2f} ({when}){ratio}", highlight=False)
     chosen = folder / ("best" if best is not None else "last")
     console.print(
         f"{result.tokens:,} tokens in {result.seconds:,.0f} s; model: {chosen}; result: {folder / 'result.json'}",

@@ -92,12 +92,12 @@ class Job:
     def check_unchanged(self) -> None:
         """Refuse to resume or to reuse a run that was started with other settings.
 
-        A run without a checkpoint starts anew: so one that failed at its start can be corrected.
+        A run that has saved no step starts anew: so one that failed at its start can be corrected.
 
         Raises:
             GridError: which settings differ, and what to do.
         """
-        if not self.is_trained() and not self._has_checkpoint():
+        if not self.is_trained() and not saved.has_steps(self.training):
             return
         before = self._settings_before()
         now, then = _flat({name: value for name, value in self.settings().items() if name in before}), _flat(before)
@@ -128,12 +128,9 @@ class Job:
     def is_trained(self) -> bool:
         return self.result.is_file() or (self.training / saved.RESULT).is_file()
 
-    def _has_checkpoint(self) -> bool:
-        return bool(saved.checkpoints(self.training))
-
     def prepare(self, memory_share: float) -> None:
         """Make `training` ready for `fastweights train --resume`, which starts the run or resumes it."""
-        resumes = self._has_checkpoint()
+        resumes = saved.has_steps(self.training)
         with self.log.open("a") as log:
             print("resumed" if resumes else "started", file=log)
         if not resumes:

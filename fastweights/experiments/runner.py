@@ -36,7 +36,7 @@ from fastweights.training.trainer import perplexity_from_loss
 from fastweights.utils.errors import Argument, Stopped, error_context
 from fastweights.utils.files import make_folder
 from fastweights.utils.progress import RunsDisplay
-from fastweights.utils.signals import stop_signals
+from fastweights.utils.signals import StopNow, stop_signals
 
 POLL_SECONDS = 0.2
 # As a rule, this much of a log's end holds a validation.
@@ -160,10 +160,10 @@ class _Runner:
         self.running: dict[Job, Any] = {}  # and their processes
         self.locked_elsewhere: set[str] = set()
         self.failed: dict[str, str] = {}
-        self.stop_signal = 0
+        self.stop_signal, self._stops_at_once = 0, False
 
     def run(self) -> None:
-        with stop_signals(self.stop), self.display:
+        with stop_signals(self.stop, self._acknowledge), self.display:
             try:
                 while self.running or (self.waiting and not self.stop_signal):
                     self._start_waiting()
@@ -175,12 +175,27 @@ class _Runner:
                     process.kill()
 
     def stop(self, number: int) -> None:
-        """Ask all runs to save and to stop."""
+        """Ask all runs to save and to stop. What can be done again, preparing and testing a run, ends at once."""
         if not self.stop_signal:
-            self.display.print("stopping: the runs finish their steps and save")
             for process in self.running.values():
                 process.terminate()
         self.stop_signal = number
+        if self._stops_at_once:
+            raise StopNow(number)
+
+    def _acknowledge(self, number: int) -> None:
+        again = "; press Ctrl-C again to stop without saving" if number == signal.SIGINT else ""
+        self.display.print(f"stopping: the runs finish their steps and save{again}")
+
+    def _attempt(self, job: Job, step: Callable[[], None]) -> str:
+        """Do a step of a run; returns why it failed, or nothing. A signal ends it."""
+        self._stops_at_once = True
+        try:
+            return _failure(job, step)
+        except StopNow:
+            return "stopped"
+        finally:
+            self._stops_at_once = False
 
     def _start_waiting(self) -> None:
         for job in list(self.waiting):
@@ -196,8 +211,8 @@ class _Runner:
     def _start(self, job: Job) -> None:
         self.display.start(job.name, job.variant.tokens)
         if job.is_trained():
-            self._end(job, _failure(job, job.finish))
-        elif reason := _failure(job, lambda: job.prepare(1 / self.at_once)):
+            self._finish(job)
+        elif reason := self._attempt(job, lambda: job.prepare(1 / self.at_once)):
             self._end(job, reason)
         else:
             self.running[job] = self._launch(job)
@@ -218,8 +233,15 @@ class _Runner:
         self.display.update(job.name, logged.get("tokens"), None if loss is None else perplexity_from_loss(loss))
         if exit_code is not None:
             del self.running[job]
-            # a run that diverged has a result, too, whatever its exit code is
-            self._end(job, _failure(job, job.finish) if job.is_trained() else _reason(job, exit_code))
+            if job.is_trained():  # a run that diverged has a result, too, whatever its exit code is
+                self._finish(job)
+            else:
+                self._end(job, _reason(job, exit_code))
+
+    def _finish(self, job: Job) -> None:
+        if job.setup.tests and not self.stop_signal:
+            self.display.print(f"{job.name}: trained, measuring it on {', '.join(job.setup.tests)}")
+        self._end(job, "stopped" if self.stop_signal else self._attempt(job, job.finish))
 
     def _end(self, job: Job, reason: str) -> None:
         torch.cuda.empty_cache()  # the next run may need what the tests took
@@ -255,7 +277,8 @@ def _reason(job: Job, exit_code: int) -> str:
 def describe(result: TrainingResult) -> str:
     """How a run ended, in words."""
     reached = "" if result.best is None else f", validation perplexity {result.best.perplexity:,.2f}"
-    return f"{'done' if result.diverged is None else 'diverged'} after {result.tokens:,} tokens{reached}"
+    worse = "" if result.warning is None else ", worse at the end than before the first step"
+    return f"{'done' if result.diverged is None else 'diverged'} after {result.tokens:,} tokens{reached}{worse}"
 
 
 def last_logged(path: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastweights.config import LOCAL
+from fastweights.model_paths import display_name
 from fastweights.report.build import provenance_table, write_page
 from fastweights.report.cost import winnings
 from fastweights.report.page import Block, Bullets, Code, Page, Section, Table, Text, to_markdown
@@ -94,7 +95,7 @@ def model_card(
         license=license,
     )
     base = _plain_name(hub_id or source)
-    title = f"{base or _folder_name(folder)}, {_kind(described)}"
+    title = f"{base or display_name(folder)}, {_kind(described)}"
     page = Page(title, _card_sections(found, folder, described, hub_id, base))
     return f"---\n{about.to_yaml()}\n---\n{MARK}\n\n{to_markdown(page)}"
 
@@ -138,12 +139,6 @@ def _plain_name(source: str) -> str:
     if path.parent.name == CHECKPOINTS:  # `best` of a training run is a link to such a folder
         return path.parent.parent.name
     return re.sub(r"[.-](I?Q\d\w*|B?F16|F32)$", "", path.stem, flags=re.I) if path.suffix == ".gguf" else path.name
-
-
-def _folder_name(folder: Path) -> str:
-    """The name of a folder; of a training run's `best` or `last`, the run's."""
-    folder = folder.absolute()
-    return folder.parent.name if folder.is_symlink() else folder.name
 
 
 def _kind(described: Description) -> str:

@@ -41,10 +41,11 @@ def _outcome(entry: RunEntry) -> str:
     base = perplexity_of(run.base)
     times = ratio(run.best.perplexity, base)
     against = "" if times is None else f", {times_text(times)} the base model's {perplexity_text(base)}"
-    after = count_text(run.best.tokens)
-    unfinished = "" if run.finished else " The run is not finished."
-    words = f"{entry.label} reached a validation perplexity of {perplexity_text(run.best.perplexity)}"
-    return f"{words} after {after} tokens{against}.{unfinished}"
+    perplexity = f"a validation perplexity of {perplexity_text(run.best.perplexity)}"
+    reached = f"reached {perplexity} after {count_text(run.best.tokens)} tokens"
+    words = reached if run.best.step else f"had its best validation before the first step, {perplexity}"
+    notes = (None if run.finished else "The run is not finished.", run.warning)
+    return " ".join([f"{entry.label} {words}{against}.", *filter(None, notes)])
 
 
 def perplexity_of(point: ValidationPoint | BaseModel | None) -> float | None:

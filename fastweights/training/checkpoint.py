@@ -4,8 +4,9 @@ A run's folder holds checkpoints/STAGE-STEP/ (a saved model, training.safetensor
 manifest.json with the checksums of the others), `best` and `last` (links to two of them), run.json (the TrainConfig),
 log.jsonl (a line for each step), .lock (the process that trains) and, at the end, result.json.
 
-The last two checkpoints stay, so that a run can resume if the last one is damaged, and the best one of either. Nothing
-is read or deleted through a link.
+The last two checkpoints stay, so that a run can resume if the last one is damaged, and the best one of either. A run
+with a validation text starts with a checkpoint of step 0, after the fit of the first stage: that model may stay the
+best one. Nothing is read or deleted through a link.
 """
 
 from __future__ import annotations
@@ -168,6 +169,11 @@ def damage_of(checkpoint: Path) -> str | None:
     if not (checkpoint / TRAINING).is_file():
         return f"{TRAINING} is missing"
     return find_damage(checkpoint)
+
+
+def has_steps(folder: Path) -> bool:
+    """Whether a run has a checkpoint after its first step."""
+    return any(path.name == LAST or _order(path)[0] > 0 for path in checkpoints(folder))
 
 
 def _is_folder(path: Path) -> bool:
@@ -368,14 +374,16 @@ def open_training(checkpoint: Path) -> Iterator[Any]:
         ) from error
 
 
-def read_log(folder: Path, until: int) -> tuple[list[dict[str, Any]], list[int]]:
-    """Read the log up to step `until`. A line that cannot be read is left out.
+def read_log(folder: Path, until: int | None) -> tuple[list[dict[str, Any]], list[int]]:
+    """Read the log up to step `until`, or nothing of it if that is None. A line that cannot be read is left out.
 
     Returns:
         The lines, and the steps that have none.
     """
     path = folder / LOG
-    texts = path.read_text(errors="replace").splitlines() if path.is_file() and until else ()
+    if until is None:
+        return [], []
+    texts = path.read_text(errors="replace").splitlines() if path.is_file() else ()
     lines = [line for line in map(_parse_line, texts) if line is not None and line["step"] <= until]
     steps = {line["step"] for line in lines if "loss" in line}
     return lines, [step for step in range(1, until + 1) if step not in steps]

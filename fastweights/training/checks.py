@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accelerate.tracking import filter_trackers
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+from accelerate.utils import LoggerType
 
 from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.positions import position_limit
@@ -17,6 +17,8 @@ from fastweights.utils.errors import Argument
 
 if TYPE_CHECKING:
     from fastweights.training.trainer import TrainConfig
+
+TRACKER_PACKAGES = {"tensorboard": "'fastweights[tensorboard]'", "all": "'fastweights[tensorboard]'"}
 
 
 def check_run(config: TrainConfig, student: Any, processes: int, sharded: bool) -> None:
@@ -71,11 +73,12 @@ def _check_lora(model: str, student: Any, sharded: bool) -> None:
         )
 
 
-def check_tracker(name: str, folder: Path) -> None:
-    """Refuse a tracker that is not installed. accelerate itself would leave it out without an error."""
-    try:
-        found = filter_trackers([name], str(folder))
-    except ValueError as error:
-        raise TrainingError(Argument("report_to"), f" {name}: {error}") from error
-    if not found:
-        raise TrainingError(Argument("report_to"), f" {name}: install its package first, pip install {name}")
+def check_tracker(name: str) -> None:
+    """Refuse a tracker that is unknown or not installed. accelerate itself would leave it out without an error."""
+    trackers, available = LoggerType.list(), [str(tracker) for tracker in get_available_trackers()]
+    known = sorted({*trackers, *LOGGER_TYPE_TO_CLASS})  # the second ones may be registered by the user
+    if name not in known:
+        raise TrainingError(Argument("report_to"), f" {name} is not known; choose one of {', '.join(known)}")
+    if name in trackers and name not in available and not (name == "all" and available):
+        package = TRACKER_PACKAGES.get(name, name)
+        raise TrainingError(Argument("report_to"), f" {name}: its package is not installed: pip install {package}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,9 @@ RIDGE = 1e-4
 
 
 @torch.no_grad()
-def fit_outputs(student: Any, teacher: Any, batches: Iterable[Batch], kind: str) -> None:
+def fit_outputs(
+    student: Any, teacher: Any, batches: Iterable[Batch], kind: str, advance: Callable[[], None] = lambda: None
+) -> None:
     """Fit each new layer's output projection to the output of the teacher's attention.
 
     Right after conversion a rule's output can be many times larger than attention's.
@@ -28,6 +30,7 @@ def fit_outputs(student: Any, teacher: Any, batches: Iterable[Batch], kind: str)
         teacher: The model it was converted from.
         batches: Batches to fit on.
         kind: "full" for the whole projection, "scale" for one scale for each head.
+        advance: Called after each batch.
     """
     layers = converted_layers(student)
     products: dict[int, tuple[Tensor, Tensor]] = {}
@@ -40,6 +43,7 @@ def fit_outputs(student: Any, teacher: Any, batches: Iterable[Batch], kind: str)
             y = y if layer.o_proj.bias is None else F.pad(y, (0, 1), value=1.0)
             gram, onto = products.get(index, (0, 0))
             products[index] = (gram + y.mT @ y, onto + y.mT @ expected)
+        advance()
     for index, layer in layers.items():
         (_fit_scales if kind == "scale" else _fit_projection)(layer, *products[index])
 

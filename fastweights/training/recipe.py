@@ -4,7 +4,7 @@ documented once, and the command line shows these descriptions as its help."""
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +148,11 @@ class Recipe:
         """Steps of a stage, rounded up to whole batches."""
         return max(1, -(-stage.tokens // self.batch_tokens))
 
+    def validations_of(self, stage: Stage, done: int = 0) -> int:
+        """Validations of a stage after `done` steps of it: at intervals, and one at its end."""
+        steps, every = self.steps_of(stage), self.validate_every
+        return steps // every - done // every + (steps % every > 0)
+
     @property
     def needs_teacher(self) -> bool:
         """Whether any stage needs a teacher."""
@@ -244,8 +249,15 @@ def change(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
         for i in matching:
             with error_context(f"{loss}.", plain=True):
                 stages[i] = replace(stages[i], **{field_name: value})
-    check_names(Recipe, own, RecipeError)
+    losses = dict.fromkeys(stage.loss for stage in stages)
+    check_names(Recipe, own, RecipeError, elsewhere=[f"{loss}.{f.name}" for loss in losses for f in fields(Stage)])
     return replace(recipe, **own | {"stages": tuple(stages)})
+
+
+def for_all_stages(recipe: Recipe, values: dict[str, Any]) -> dict[str, Any]:
+    """Changes that give every stage these settings, without those that are None."""
+    given = {name: value for name, value in values.items() if value is not None}
+    return {f"{stage.loss}.{name}": value for stage in recipe.stages for name, value in given.items()}
 
 
 def parse_changes(texts: list[str]) -> dict[str, Any]:

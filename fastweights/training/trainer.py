@@ -32,6 +32,7 @@ from fastweights.conversion import lora_modules
 from fastweights.data.batches import IGNORED, PackedBatches, validation_rows
 from fastweights.data.token_files import TokenFile, check_vocabulary, prepare
 from fastweights.loading import load, load_tokenizer, require_tokenizer
+from fastweights.model_paths import display_name
 from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.families import family_of
 from fastweights.modeling.modes import autocast, is_low_precision
@@ -57,9 +58,9 @@ from fastweights.training.run_folder import TrainingError, check_new_run, check_
 from fastweights.training.teacher import load_teacher
 from fastweights.utils.errors import Argument, CheckpointError, FastWeightsError, Stopped, error_context
 from fastweights.utils.files import FileLock, absolute, append_text, make_folder, remove_leftovers, write_json
-from fastweights.utils.progress import LINE_EVERY, Display
+from fastweights.utils.progress import LINE_EVERY, Display, duration_text
 from fastweights.utils.settings import check_settings, setting
-from fastweights.utils.signals import stop_signals
+from fastweights.utils.signals import StopNow, stop_signals
 
 __all__ = ["Diverged", "Interrupted", "TrainConfig", "Trainer", "TrainingError", "resume", "train"]
 
@@ -68,14 +69,19 @@ VALIDATION_BATCH_TOKENS = 8_192
 FIT_TOKENS = 16_384
 # Points of the loss curve in the result, at most twice this.
 CURVE_POINTS = 1_000
+# Steps of a stage after which the duration of the run is estimated.
+ESTIMATE_AFTER = 3
 
 
 class Interrupted(Stopped):
-    """A run that received a signal and saved a checkpoint before it ended."""
+    """A run that received a signal. It saved a checkpoint before it ended, unless it had not made a step yet."""
 
     def __init__(self, folder: Path, number: int) -> None:
-        stopped = f"stopped by {signal.Signals(number).name}; resume with: "
-        super().__init__(stopped, resume_call(folder), exit_code=128 + number)
+        stopped, exit_code = f"stopped by {signal.Signals(number).name}", 128 + number
+        if (folder / saved.RUN).is_file():
+            super().__init__(f"{stopped}; resume with: ", resume_call(folder), exit_code=exit_code)
+        else:
+            super().__init__(f"{stopped} before anything was written: start it again", exit_code=exit_code)
 
 
 @dataclass(frozen=True)
@@ -139,12 +145,19 @@ def train(config: TrainConfig, folder: str | os.PathLike, *, display: Display | 
     Raises:
         TrainingError: The run cannot start, or cannot be written.
         Diverged: The loss diverged. The result is written nevertheless.
-        Interrupted: The process received SIGINT or SIGTERM. A checkpoint was saved.
+        Interrupted: The process received SIGINT or SIGTERM. If the run had made a step, a checkpoint was saved.
     """
     folder = Path(folder)
     check_new_run(folder)
-    with FileLock(folder / saved.LOCK) as lock:
-        return Trainer(config.with_absolute_paths(), folder, display or Display(), lock).run()
+    return _run(config.with_absolute_paths(), folder, display or Display())
+
+
+def _run(config: TrainConfig, folder: Path, display: Display) -> TrainingResult:
+    with FileLock(folder / saved.LOCK) as lock, display:
+        try:
+            return Trainer(config, folder, display, lock).run()
+        except StopNow as stop:
+            raise Interrupted(folder, stop.number) from None
 
 
 def resume(
@@ -174,13 +187,16 @@ def resume(
         raise TrainingError(f"{folder / saved.RUN} is not of this version of fastweights: {error}") from error
     if memory_share is not None:
         config = replace(config, memory_share=memory_share)
-    with FileLock(folder / saved.LOCK) as lock:
-        return Trainer(config, folder, display or Display(), lock).run()
+    return _run(config, folder, display or Display())
 
 
 @dataclass
 class _ActiveStage:
-    """What exists only while a stage is trained. `module` is its StageLoss, distributed over the processes."""
+    """What exists only while a stage is trained.
+
+    module: Its StageLoss, distributed over the processes.
+    started: When it started, or would have if it had not been interrupted.
+    """
 
     stage: Stage
     batches: PackedBatches
@@ -188,6 +204,7 @@ class _ActiveStage:
     optimizer: torch.optim.Optimizer
     watch: DivergenceWatch
     lora: Any
+    started: float = 0.0
 
 
 class Trainer:
@@ -209,23 +226,13 @@ class Trainer:
         self.device, self.is_main = self.accelerator.device, self.accelerator.is_main_process
         self.world_size, self.rank = self.accelerator.num_processes, self.accelerator.process_index
         self.display.enabled = display.enabled and self.is_main
-        self.stop_signal = 0
-        resumes = (folder / saved.RUN).is_file()
+        self.stop_signal, self._stops_at_once = 0, False
         self.last: Path | None = None
-        self.progress, self.log = saved.Progress(), []
-        if resumes:
-            self.last, self.progress, self.log = self._in_main_process(self._restore)
-        self.tokenizer = load_tokenizer(self.last or config.model)
-        require_tokenizer(self.tokenizer, config.model)
-        self.student = self._load_student()
-        if config.shard and self.world_size == 1 and not resumes:
-            raise TrainingError(Argument("shard"), ": there is one process only: start several with torchrun")
-        check_run(config, self.student, self.world_size, self.sharded)
-        self.teacher = self._load_teacher()
-        self.tokens = self._prepare(config.data, self.progress.data)
-        self.progress.data = self._check_same_text("data", self.tokens, self.progress.data)
-        self.batches = [self._make_batches(number) for number in range(len(self.recipe.stages))]
-        self.validation = self._prepare_validation()
+        self.progress = saved.Progress()
+        self.log: list[dict[str, Any]] = []
+        self._validation_seconds: float | None = None
+        with self.signals(), self._stoppable(always=True):
+            self._load()
         self._start_time = time.perf_counter() - self.progress.seconds
 
     @property
@@ -239,12 +246,15 @@ class Trainer:
         self._start()
         diverged = None
         try:
-            with self.signals(), self.display:
+            with self.signals():
                 self._measure_base()
                 while self.progress.stage < len(self.recipe.stages):
-                    self._train_stage(self._start_stage())
+                    with self._stoppable():
+                        active = self._start_stage()
+                    self._train_stage(active)
                     self.accelerator.free_memory()  # it references what it prepared
-                    self.student = self._load_student()
+                    with self._stoppable():
+                        self.student = self._load_student()
         except Diverged as error:
             diverged = Divergence(step=self.progress.step, stage=self.progress.stage, reason=str(error))
         except torch.OutOfMemoryError as error:
@@ -256,6 +266,8 @@ class Trainer:
             for tracker in self.accelerator.trackers:
                 tracker.finish()
         result = self._result(diverged)
+        if result.warning:
+            self.display.print(result.warning)
         if self.is_main:
             with self._write_errors(self.folder / saved.RESULT):
                 result.write(self.folder / saved.RESULT)
@@ -265,8 +277,27 @@ class Trainer:
 
     # Set-up
 
+    def _load(self) -> None:
+        """Load the models and the texts."""
+        config, resumes = self.config, (self.folder / saved.RUN).is_file()
+        if resumes:
+            self.last, self.progress, self.log = self._in_main_process(self._restore)
+        self.tokenizer = load_tokenizer(self.last or config.model)
+        require_tokenizer(self.tokenizer, config.model)
+        self.student = self._load_student()
+        if config.shard and self.world_size == 1 and not resumes:
+            raise TrainingError(Argument("shard"), ": there is one process only: start several with torchrun")
+        check_run(config, self.student, self.world_size, self.sharded)
+        self.teacher = self._load_teacher()
+        self.tokens = self._prepare(config.data, self.progress.data)
+        self.progress.data = self._check_same_text("data", self.tokens, self.progress.data)
+        self.batches = [self._make_batches(number) for number in range(len(self.recipe.stages))]
+        self.validation = self._prepare_validation()
+
     def _load_student(self) -> Any:
-        return load(self.last or self.config.model, dtype=torch.float32)
+        what = f"loading the model {display_name(self.config.model)}" if self.last is None else "loading the checkpoint"
+        with self.display.phase(what):
+            return load(self.last or self.config.model, dtype=torch.float32)
 
     def _in_main_process(self, call: Callable[[], Any]) -> Any:
         """What a call returns in the main process, in all of them. If it fails there, all fail."""
@@ -286,14 +317,15 @@ class Trainer:
         folder = self.folder
         with self._write_errors(folder):
             self._lock.acquire()
-            self.last = last = saved.newest_whole(folder, self.display.print)
+            with self.display.phase("checking the checkpoints"):
+                self.last = last = saved.newest_whole(folder, self.display.print)
         if last is None:
             self._check_never_saved()
             self.display.print(f"no checkpoint was written yet in {folder}: the run starts at step 0")
         progress = saved.Progress() if last is None else saved.read_progress(last)
         self._check_same_recipe(progress)
         with self._write_errors(folder):
-            log, missing = saved.read_log(folder, progress.step)
+            log, missing = saved.read_log(folder, None if last is None else progress.step)
             saved.truncate_log(folder, log)
             if last is not None:
                 saved.restore_links(folder, last, progress)
@@ -324,7 +356,8 @@ class Trainer:
         if not self.recipe.needs_teacher and self.config.teacher is None:
             return None
         dtype = torch.bfloat16 if is_low_precision(self.device, self.recipe.precision) else torch.float32
-        teacher = load_teacher(self.student, self.config.model, self.config.teacher, dtype=dtype)
+        with self.display.phase("loading the teacher, the model before conversion"):
+            teacher = load_teacher(self.student, self.config.model, self.config.teacher, dtype=dtype)
         if isinstance(teacher, FastWeightsMixin) and any(stage.teaches_layers for stage in self.recipe.stages):
             name = teacher.config._name_or_path
             raise TrainingError(Argument("teacher"), f" {name} is converted itself: transfer and fit need attention")
@@ -336,7 +369,7 @@ class Trainer:
         A run of a version that put no bos before its rows goes on without: what is known of its text, `before`, has no
         bos token.
         """
-        with self.accelerator.main_process_first():
+        with self.display.line(f"tokenizing {source}"), self.accelerator.main_process_first():
             tokens = prepare(
                 source,
                 self.tokenizer,
@@ -401,7 +434,8 @@ class Trainer:
         stage, batches, student = self.recipe.stages[number], self.batches[number], self.student.to(self.device)
         if self.teacher is not None:  # an earlier stage may have compiled it
             uncompile_blocks(self.teacher)
-        if stage.fit != "none" and not resumed:
+        fitted = resumed or (self.progress.step == 0 and self.last is not None)  # the checkpoint of step 0 has the fit
+        if stage.fit != "none" and not fitted:
             self._fit_outputs(stage, batches)
         lora = self._add_lora(resumed) if self.recipe.lora else None
         set_mode(student, self.recipe, stage)
@@ -426,9 +460,9 @@ class Trainer:
         count = max(1, FIT_TOKENS // self.recipe.batch_tokens)
         first = ({name: x[:rows] for name, x in batches.batch(step).items()} for step in range(count))
         parts = [part for batch in first for part in split(batch, self._rows_at_once(stage))]
-        with self._autocast():
-            tracked = self.display.track(parts, "fitting the output projections")
-            fit_outputs(self.student, self.teacher, map(self._on_device, tracked), stage.fit)
+        what = "fitting output projections to the teacher"
+        with self._autocast(), self.display.phase(what, len(parts)) as advance:
+            fit_outputs(self.student, self.teacher, map(self._on_device, parts), stage.fit, advance)
 
     def _add_lora(self, resumed: bool) -> Any:
         """Insert low-rank updates into the student. What is returned can merge them."""
@@ -457,24 +491,72 @@ class Trainer:
 
     def _train_stage(self, active: _ActiveStage) -> None:
         recipe, progress, stage = self.recipe, self.progress, active.stage
-        steps = recipe.steps_of(stage)
+        steps, first = recipe.steps_of(stage), progress.stage_step
         spent = progress.stage_seconds[progress.stage] if progress.stage < len(progress.stage_seconds) else 0.0
-        start = time.perf_counter() - spent
-        if progress.step == 0 and not progress.validation:
-            self._validate(active.module)
-        self.display.stage(f"{progress.stage + 1}/{len(recipe.stages)} {stage.loss}", steps, progress.stage_step)
-        for step in range(progress.stage_step, steps):
+        active.started = time.perf_counter() - spent
+        if progress.step == 0 and not progress.validation and self._validate(active.module):
+            self._checkpoint(active)  # training may only make it worse: then this is the best model
+        self.display.stage(f"{progress.stage + 1}/{len(recipe.stages)} {stage.loss}", steps, first)
+        if self._validation_is_due(steps):  # a signal stopped it
+            self._finish_step(active, steps)
+        seconds: list[float] = []
+        for step in range(first, steps):
+            started = time.perf_counter()
             stop = self._step(active, step, learning_rate_share(step, steps, stage))
-            ends = step + 1 == steps
-            improved = (ends or progress.stage_step % recipe.validate_every == 0) and self._validate(active.module)
-            progress.seconds = time.perf_counter() - self._start_time
-            progress.stage_seconds[progress.stage :] = [time.perf_counter() - start]
-            if ends:
-                progress.stage, progress.stage_step = progress.stage + 1, 0
-            if ends or improved or progress.stage_step % recipe.checkpoint_every == 0 or stop:
-                self._checkpoint(active)
-            if stop:
-                raise Interrupted(self.folder, stop)
+            seconds.append(time.perf_counter() - started)
+            if len(seconds) == min(ESTIMATE_AFTER, steps - first):
+                self._print_estimate(seconds)
+            self._finish_step(active, steps, stop)
+        self.display.end_stage()
+
+    def _finish_step(self, active: _ActiveStage, steps: int, stop: int = 0) -> None:
+        """Validate and save where it is time for it. Raises Interrupted after a signal.
+
+        Args:
+            active: The stage.
+            steps: Its number of steps.
+            stop: The signal to stop for, 0 for none. Then a validation is left to the run that resumes.
+        """
+        recipe, progress = self.recipe, self.progress
+        improved, ends = False, progress.stage_step == steps
+        if self._validation_is_due(steps) and not stop:
+            try:
+                improved = self._validate(active.module)
+            except StopNow as received:
+                stop = received.number
+        progress.seconds = time.perf_counter() - self._start_time
+        progress.stage_seconds[progress.stage :] = [time.perf_counter() - active.started]
+        if ends and not self._validation_is_due(steps):
+            progress.stage, progress.stage_step = progress.stage + 1, 0
+        if ends or improved or stop or progress.stage_step % recipe.checkpoint_every == 0:
+            self._checkpoint(active)
+            stop = stop or self._own_signal  # it came in the meantime
+        if stop:
+            raise Interrupted(self.folder, stop)
+
+    def _validation_is_due(self, steps: int) -> bool:
+        """Whether to validate after the current step of a stage of `steps` steps. False where that was done."""
+        progress = self.progress
+        due = progress.stage_step == steps or progress.stage_step % self.recipe.validate_every == 0
+        done = bool(progress.validation) and progress.validation[-1]["step"] == progress.step
+        return self.validation is not None and progress.stage_step > 0 and due and not done
+
+    def _print_estimate(self, seconds: list[float]) -> None:
+        """Print how long the run takes, from the seconds of its first steps in this stage and of the last validation.
+
+        Other stages are taken to be as fast as this one, so each stage has an estimate of its own.
+        """
+        recipe, progress = self.recipe, self.progress
+        begun = [progress.stage_step - 1, *[0] * len(recipe.stages)]  # this step's validation is still to come
+        left = list(zip(recipe.stages[progress.stage :], begun, strict=False))
+        steps = sum(recipe.steps_of(stage) - done for stage, done in left) - 1
+        validations = sum(recipe.validations_of(stage, done) for stage, done in left) if self.validation else 0
+        usual = seconds[1:] or seconds  # the first one may compile kernels
+        still = steps * sum(usual) / len(usual) + validations * (self._validation_seconds or 0.0)
+        whole = duration_text(time.perf_counter() - self._start_time + still)
+        what = f"steps: {steps:,}" + (f", validations: {validations:,}" if validations else "")
+        assumed = ", if later stages are as fast" if len(left) > 1 else ""
+        self.display.print(f"  about {duration_text(still)} left of {whole} in all{assumed} ({what})")
 
     def _step(self, active: _ActiveStage, step: int, share: float) -> int:
         """Make one update at a share of the learning rate, and log it. Returns the signal to stop for, 0 for none."""
@@ -539,19 +621,20 @@ class Trainer:
         """Measure the teacher's validation perplexity, once in a run."""
         if self.progress.base is not None or self.teacher is None or self.validation is None:
             return
-        name = Path(self.teacher.config._name_or_path).name
-        self.display.print(f"measuring {name}")
-        loss = self.validation_loss(lambda batch: next_token_loss(self.teacher, batch))
+        name = display_name(self.teacher.config._name_or_path)
+        what = "measuring the base model on the validation text"
+        loss = self.validation_loss(lambda batch: next_token_loss(self.teacher, batch), what)
         self.progress.base = {"name": name, "perplexity": perplexity_from_loss(loss)}
+        self.display.print(f"base model {name}: validation perplexity {self.progress.base['perplexity']:,.2f}")
 
     def _validate(self, module: nn.Module) -> bool:
-        """Validate and log it. Returns whether it is the best so far; the one before the first step does not count."""
+        """Validate and log it. Returns whether it is the best so far."""
         progress = self.progress
         if self.validation is None:
             return False
         module.eval()
         with torch.compiler.set_stance("force_eager"):  # compiling for it would take longer than running it
-            loss = self.validation_loss(lambda batch: module(batch, score=True))
+            loss = self.validation_loss(lambda batch: module(batch, score=True), "validating")
         module.train()
         if not math.isfinite(loss):
             if progress.step:
@@ -562,31 +645,36 @@ class Trainer:
         self._write_log({"step": progress.step, "stage": progress.stage, "validation_loss": loss}, sync=True)
         base = None if progress.base is None else progress.base["perplexity"]
         self.display.validation(progress.tokens, progress.validation[-1]["perplexity"], base)
-        improved = progress.step > 0 and (progress.best is None or loss <= progress.best["loss"])
+        improved = progress.best is None or loss <= progress.best["loss"]
         if improved:
             progress.best = progress.validation[-1]
         return improved
 
     @torch.no_grad()
-    def validation_loss(self, score: Any) -> float:
+    def validation_loss(self, score: Any, what: str) -> float:
         """Mean cross-entropy of the validation rows.
 
         Each process takes its share. All run the model equally often, because a sharded model needs all of them.
 
         Args:
             score: Maps a batch to the sum of its cross-entropies.
+            what: What this is, for the display.
         """
         assert self.validation is not None
         parts = split(self.validation, max(1, VALIDATION_BATCH_TOKENS // self.recipe.length))
-        sums = torch.zeros(2, dtype=torch.float64)
-        for first in range(0, len(parts), self.world_size):
-            part = parts[min(first + self.rank, len(parts) - 1)]
-            with self._autocast():
-                loss = score(self._on_device(part))
-            if first + self.rank < len(parts):
-                count = (part["labels"][:, 1:] != IGNORED).sum()
-                sums += torch.tensor([float(loss), float(count)], dtype=torch.float64)
+        sums, started = torch.zeros(2, dtype=torch.float64), time.perf_counter()
+        turns = range(0, len(parts), self.world_size)
+        with self._stoppable(), self.display.phase(what, len(turns), announce=self.progress.step == 0) as advance:
+            for first in turns:
+                part = parts[min(first + self.rank, len(parts) - 1)]
+                with self._autocast():
+                    loss = score(self._on_device(part))
+                if first + self.rank < len(parts):
+                    count = (part["labels"][:, 1:] != IGNORED).sum()
+                    sums += torch.tensor([float(loss), float(count)], dtype=torch.float64)
+                advance()
         total, count = self.accelerator.reduce(sums.to(self.device), "sum").tolist()
+        self._validation_seconds = time.perf_counter() - started
         return total / count
 
     def _on_device(self, batch: Batch) -> Batch:
@@ -608,6 +696,10 @@ class Trainer:
             self.accelerator.log({k: v for k, v in line.items() if isinstance(v, float)}, step=line["step"])
 
     def _checkpoint(self, active: _ActiveStage) -> None:
+        with self.display.phase("saving a checkpoint", announce=False):
+            self._write_checkpoint(active)
+
+    def _write_checkpoint(self, active: _ActiveStage) -> None:
         model = self.student if active.lora is None else copy.deepcopy(active.lora).merge_and_unload()
         weights = saved.model_weights(model)
         training: dict[str, Tensor] = {}
@@ -640,14 +732,44 @@ class Trainer:
         step = saved.read_progress(self.last).step
         return f"the checkpoint of step {step} is complete: free disk space, then ", call
 
+    # Signals
+
     def signals(self) -> AbstractContextManager[None]:
-        """In its block, a signal that asks the program to stop ends the run after the current step."""
+        """In its block, a signal that asks the program to stop ends the run after the current step, or earlier where
+        there is nothing to save."""
+        return stop_signals(self._stop, self._acknowledge)
 
-        def stop(number: int) -> None:
-            self.stop_signal = number
-            self.display.print("stopping after this step")
+    def _stop(self, number: int) -> None:
+        self.stop_signal = number
+        if self._stops_at_once:
+            raise StopNow(number)
 
-        return stop_signals(stop)
+    def _acknowledge(self, number: int) -> None:
+        if self._stops_at_once:
+            self.display.print("stopping")
+        else:
+            again = "; press Ctrl-C again to stop without saving" if number == signal.SIGINT else ""
+            self.display.print(f"stopping after this step, which is then saved{again}")
+
+    @property
+    def _own_signal(self) -> int:
+        """The signal that this process received, 0 for none or where several processes have to agree to stop."""
+        return self.stop_signal if self.world_size == 1 else 0
+
+    @contextmanager
+    def _stoppable(self, always: bool = False) -> Iterator[None]:
+        """In its block, a signal raises StopNow: there is nothing to save.
+
+        Of several processes one must not stop alone while the others wait for it, so it waits for the next step, unless
+        `always` is set.
+        """
+        if self._own_signal:
+            raise StopNow(self._own_signal)
+        self._stops_at_once = always or self.world_size == 1
+        try:
+            yield
+        finally:
+            self._stops_at_once = False
 
     def _result(self, diverged: Divergence | None) -> TrainingResult:
         progress, recipe = self.progress, self.recipe
@@ -665,7 +787,7 @@ class Trainer:
             for number, stage in enumerate(recipe.stages)
         ]
         model = {
-            "name": Path(self.config.model).name,
+            "name": display_name(self.config.model),
             "parameters": sum(p.numel() for p in self.student.parameters()),
             "settings": getattr(self.student.config, "fastweights", None),
         }
@@ -687,14 +809,28 @@ class Trainer:
                 "diverged": None if diverged is None else diverged.to_dict(),
                 "seconds": progress.seconds,
                 "finished": diverged is None,
+                "warning": self._warning(),
             }
+        )
+
+    def _warning(self) -> str | None:
+        """How much worse the run ended than it began, and what to change; None where it did not."""
+        points, best = self.progress.validation, self.progress.best
+        if not points or points[0]["step"] or best is None or points[-1]["loss"] <= points[0]["loss"]:
+            return None
+        start, end = (f"{point['perplexity']:,.2f}" for point in (points[0], points[-1]))
+        model = f"that of step {best['step']:,}" if best["step"] else "the one before the first step"
+        rates = ", ".join(f"{stage.loss}.learning_rate={stage.learning_rate:g}" for stage in self.recipe.stages)
+        return (
+            f"This run ended worse than it began: its validation perplexity was {start} before the first step and is "
+            f"{end} at the end. The best model is {model}. Try lower learning rates ({rates}) or more tokens."
         )
 
 
 def _make_accelerator(config: TrainConfig, folder: Path) -> Accelerator:
     """The processes and the device. Precision is the recipe's, whatever `accelerate launch` was given."""
     if config.report_to:
-        check_tracker(config.report_to, folder)
+        check_tracker(config.report_to)
     cpu = config.device == "cpu" or (config.device is None and not torch.cuda.is_available())
     # the other processes wait while the first one tokenizes
     timeout = InitProcessGroupKwargs(timeout=datetime.timedelta(hours=12))

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
     ProgressColumn,
+    Task,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.text import Text
 
 SMOOTHING = 0.9
 # Where there is no terminal to draw a bar on, a line is printed every so many steps.
 LINE_EVERY = 50
+# There, a line says what is being done if that takes more than so many seconds.
+LINE_AFTER = 2.0
+# The speed is averaged over so many seconds: on a CPU a step may take minutes.
+SPEED_SECONDS = 600
 Item = TypeVar("Item")
 
 
@@ -49,61 +58,114 @@ def _times() -> tuple[ProgressColumn, ...]:
     return TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
 
 
+def duration_text(seconds: float) -> str:
+    """A duration in two digits or so, such as "45 s" or "3.5 hours"."""
+    for unit, length in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
+        if seconds >= 1.5 * length:
+            return f"{seconds / length:.{0 if seconds >= 10 * length else 1}f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+class _Count(MofNCompleteColumn):
+    """Nothing where it is not known how much there is to do."""
+
+    def render(self, task: Task) -> Text:
+        return Text() if task.total is None else super().render(task)
+
+
+class _TimeLeft(TimeRemainingColumn):
+    def render(self, task: Task) -> Text:
+        return Text() if task.total is None else Text("left ") + super().render(task)
+
+
 class Display:
-    """What a training run shows: a bar with loss, throughput and time left, and a line for each validation."""
+    """What a training run shows: what it is doing, a stage's loss, throughput and time left, and its results as lines.
+
+    On a terminal bars show what is under way, and disappear when it is done. Elsewhere there are a few lines.
+    """
 
     def __init__(self, enabled: bool = True, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}"),
-            TextColumn("{task.fields[speed]} tokens/s"),
-            *_times(),
+            _Count(),
+            TextColumn("{task.fields[shown]}"),
+            TimeElapsedColumn(),
+            _TimeLeft(),
             console=self.console,
-            disable=not enabled,
+            transient=True,
+            speed_estimate_period=SPEED_SECONDS,
         )
-        self._task: Any = None
+        self.enabled = enabled
+        self._stage: Any = None
         self._loss: float | None = None
 
     @property
     def enabled(self) -> bool:
-        return not self._bar.disable
+        return self._enabled
 
     @enabled.setter
     def enabled(self, enabled: bool) -> None:
-        self._bar.disable = not enabled
+        self._enabled = enabled
+        self._bar.disable = not (enabled and self.console.is_terminal)
 
     def __enter__(self) -> Display:
-        self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
+    @contextmanager
+    def phase(self, name: str, total: int | None = None, announce: bool = True) -> Iterator[Callable[[], None]]:
+        """Show in its block what the run is doing.
+
+        Args:
+            name: What it is doing.
+            total: How many parts that has; None where it is not known. The block calls what it gets after each.
+            announce: Whether to print a line where there is no terminal. False for what is done often.
+        """
+        task = self._add(name, total)
+        with self.line(name) if announce else nullcontext():
+            try:
+                yield lambda: self._bar.advance(task)
+            finally:
+                self._remove(task)
+
+    @contextmanager
+    def line(self, name: str) -> Iterator[None]:
+        """Where there is no terminal to draw a bar on, print what the run is doing if its block takes some time."""
+        timer = threading.Timer(LINE_AFTER, self.print, [name])
+        timer.daemon = True
+        if not self.console.is_terminal:
+            timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
     def stage(self, name: str, steps: int, done: int) -> None:
         """Start the bar of a stage of which `done` steps are finished."""
         self._loss = None
-        self._task = self._bar.add_task(name, total=steps, completed=done, loss="–", speed="–")
+        self._stage = self._add(name, steps, done)
 
     def step(self, loss: float, tokens: int) -> None:
         """Show a finished step of `tokens` tokens."""
         self._loss = loss if self._loss is None else SMOOTHING * self._loss + (1 - SMOOTHING) * loss
-        speed = self._bar.tasks[-1].speed
-        throughput = "–" if not speed else f"{speed * tokens:,.0f}"
-        self._bar.update(self._task, advance=1, loss=f"{self._loss:.4f}", speed=throughput)
-        done = int(self._bar.tasks[-1].completed)
-        if not self.console.is_terminal and done % LINE_EVERY == 0:
-            self.print(f"  step {done}: loss {self._loss:.4f}, {throughput} tokens/s")
+        self._bar.update(self._stage, advance=1)
+        task = self._stage_task()
+        throughput = f", {task.speed * tokens:,.0f} tokens/s" if task.speed else ""
+        shown = f"loss {self._loss:.4f}{throughput}"
+        self._bar.update(self._stage, shown=shown)
+        if not self.console.is_terminal and int(task.completed) % LINE_EVERY == 0:
+            self.print(f"  step {int(task.completed)}: {shown}")
 
-    def track(self, items: Sequence[Item], name: str) -> Iterator[Item]:
-        """Yield the items, with a bar that counts them."""
-        task = self._bar.add_task(name, total=len(items), loss="–", speed="–")
-        for item in items:
-            yield item
-            self._bar.advance(task)
-        self._bar.remove_task(task)
+    def end_stage(self) -> None:
+        """Print a line in place of the bar of a stage."""
+        task = self._stage_task()
+        parts = (f"{int(task.completed)}/{int(task.total or 0)} steps", task.fields["shown"])
+        self.print(f"{task.description}: {', '.join(filter(None, (*parts, duration_text(task.elapsed or 0.0))))}")
+        self._remove(self._stage)
 
     def validation(self, tokens: int, perplexity: float, base: float | None) -> None:
         """Print a validation's perplexity, and its ratio to the base model's where that is known."""
@@ -112,7 +174,21 @@ class Display:
 
     def print(self, text: str) -> None:
         if self.enabled:
-            self.console.print(text, highlight=False, markup=False)
+            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def _stage_task(self) -> Task:
+        return self._bar.tasks[self._bar.task_ids.index(self._stage)]
+
+    def _add(self, name: str, total: int | None, done: int = 0) -> Any:
+        """Add a bar. The display is live only while there is one, so that others can show theirs in between."""
+        task = self._bar.add_task(escape(name), total=total, completed=done, shown="")
+        self._bar.start()
+        return task
+
+    def _remove(self, task: Any) -> None:
+        if len(self._bar.tasks) == 1:
+            self._bar.stop()
+        self._bar.remove_task(task)
 
 
 class RunsDisplay:

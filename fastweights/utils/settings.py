@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import field, fields
+from difflib import get_close_matches
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
@@ -54,12 +55,36 @@ def check_settings(settings: Any, error: type[FastWeightsError]) -> None:
             raise error(Argument(f.name), _reason(cls, f.name, value, out_of_range=valid))
 
 
-def check_names(cls: Any, names: Iterable[str], error: type[FastWeightsError], prefix: str = "") -> None:
-    """Refuse names that are no settings of the dataclass `cls`; messages put `prefix` before a name."""
+def check_names(
+    cls: Any, names: Iterable[str], error: type[FastWeightsError], prefix: str = "", elsewhere: Sequence[str] = ()
+) -> None:
+    """Refuse names that are no settings of the dataclass `cls`, and suggest those that may be meant.
+
+    Args:
+        cls: The dataclass.
+        names: The names to check.
+        error: The error to raise.
+        prefix: What messages put before a name.
+        elsewhere: Names with a prefix of their own, such as distill.tokens, which may be meant, too.
+    """
     known = [f.name for f in fields(cls)]
-    unknown = [f"{prefix}{name}" for name in names if name not in known]
+    unknown = [name for name in names if name not in known]
     if unknown:
-        raise error(f"unknown setting {', '.join(unknown)}; known are {', '.join(known)}")
+        choices = [*(f"{prefix}{name}" for name in known), *elsewhere]
+        near = [other for name in unknown for other in _nearest(name, choices)]
+        hint = f" (did you mean {' or '.join(near)}?)" if near else ""
+        listed = ", ".join(f"{prefix}{name}" for name in unknown)
+        raise error(f"unknown setting {listed}{hint}; known are {', '.join(known)}")
+
+
+def _nearest(name: str, known: Sequence[str]) -> list[str]:
+    """Of names that may have a prefix, those that are `name` without it; else those of which it has the initials, such
+    as lr, or a letter or two wrong."""
+    names = {full: full.rpartition(".")[2] for full in known}
+    near = set(get_close_matches(name, names.values(), n=len(names), cutoff=0.8))
+    near |= {other for other in names.values() if name == "".join(word[:1] for word in other.split("_"))}
+    exact = [full for full, other in names.items() if other == name]
+    return exact or [full for full, other in names.items() if other in near]
 
 
 def _metadata(cls: Any, name: str) -> Any:

@@ -111,7 +111,8 @@ def test_every_run_has_a_result(files: Files, compared: tuple[Any, ...]) -> None
     assert decay["model"]["settings"]["rule"] == "decay" and decay["model"]["settings"]["m"] == 4
     assert decay["cell"] == PAPER_CELL
     assert wild["recipe"]["stages"][0]["learning_rate"] == 1e6
-    assert wild["diverged"]["step"] < 6 and not wild["finished"] and wild["tests"] == []
+    assert wild["diverged"]["step"] < 6 and not wild["finished"]
+    assert wild["best"]["step"] == 0 and len(wild["tests"]) == 1  # of the model before the first step
 
 
 def test_run_matches_convert_train_and_eval(files: Files, compared: tuple[Any, ...], alone: Path) -> None:
@@ -156,7 +157,7 @@ def test_table_and_progress_lines_show_each_run(compared: tuple[Any, ...], files
     assert [row[0] for row in rows] == list(RUNS)
     best = result_of(files.folder / "compared", "decay")
     numbers = [f"{best['best']['perplexity']:,.2f}", f"{best['tests'][0]['token']:,.2f}"]
-    assert rows[1] == ["decay", f"{6 * STEP}", *numbers] and rows[2][2:4] == ["–", "–"] and "step" in rows[2]
+    assert rows[1] == ["decay", f"{6 * STEP}", *numbers] and rows[2][-2] == "step"
     assert "base: started" in shown.stderr and "wild: diverged after" in shown.stderr
     assert f"decay: done after {6 * STEP} tokens, validation perplexity {numbers[0]}" in shown.stderr
 
@@ -342,7 +343,7 @@ def test_resumed_comparison_matches_uninterrupted_runs(
     end(program, output)
     assert all(0 < lines_in(folder) < lines_in(undisturbed[name]) for name, folder in folders.items())
     assert not any((output / "results").iterdir())
-    saved = {name: checkpoint.linked(folder, checkpoint.LAST) is not None for name, folder in folders.items()}
+    saved = {name: checkpoint.has_steps(folder) for name, folder in folders.items()}
     assert end is kill_all or all(saved.values())
     succeed(*command)
     for name, folder in folders.items():
@@ -352,6 +353,25 @@ def test_resumed_comparison_matches_uninterrupted_runs(
         printed = (output / "runs" / name / "log.txt").read_text()
         assert ("resumed\n" in printed) == saved[name] and printed.count("started\n") == 2 - saved[name]
     assert (output / "results/third.json").is_file() == (end is ask_to_stop)
+
+
+@pytest.mark.parametrize("step", ["prepare", "finish"])
+def test_signal_while_a_run_is_prepared_or_tested_stops_at_once(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    grid = write_grid(tmp_path, {"one": {"rule": "decay"}}, make_recipe((FINETUNE[0] | {"tokens": STEP},)))
+    command = typed(files, grid, tmp_path / "out", "--test", files.validation)
+
+    def stop(*_: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        pytest.fail("it was not interrupted")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Job, step, stop)
+        stopped = run(*command)
+    assert stopped.exit_code == 143 and "stopped by SIGTERM: 0 of 1 runs are done" in stopped.stderr
+    succeed(*command)
+    assert len(result_of(tmp_path / "out", "one")["tests"]) == 1
 
 
 def test_two_comparisons_train_a_run_only_once(files: Files, tmp_path: Path) -> None:
@@ -392,7 +412,7 @@ def test_bad_comparisons_are_refused_before_a_run_starts(files: Files, tmp_path:
     assert error_of(*typed(files, grid, output, "--only", "a,b")) == (
         "--only b: the grid has no such run; it has a, deep"
     )
-    assert "run a: --set: unknown setting speed; known" in error_of(*typed(files, grid, output, "--set", "speed=1"))
+    assert "run a: --set: unknown setting color; known" in error_of(*typed(files, grid, output, "--set", "color=1"))
     said = error_of(*typed(files, write_grid(tmp_path / "all", RUNS), output, "--set", "lora=2"))
     assert said.startswith("run base: without settings it is the base itself") and said.endswith("finetune, lora")
     assert "--set takes NAME=VALUE" in error_of(*typed(files, grid, output, "--set", "speed"))

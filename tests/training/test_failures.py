@@ -77,7 +77,7 @@ def test_divergence_leaves_a_finite_checkpoint_and_a_result(files: Files, tmp_pa
     assert result["diverged"]["stage"] == 1 and result["diverged"]["step"] >= 6
     assert "loss" in result["diverged"]["reason"]
     assert all(torch.isfinite(tensor).all() for tensor in weights_of(tmp_path / "run" / "last").values())
-    assert result["best"]["step"] in (4, 6) and (tmp_path / "run" / "best").readlink().name[-1] in "46"
+    assert int((tmp_path / "run" / "best").readlink().name.split("-")[1]) == result["best"]["step"] <= 6
 
 
 def test_diverged_run_exits_with_code_3(files: Files, tmp_path: Path) -> None:
@@ -165,7 +165,8 @@ def test_full_disk_loses_one_checkpoint_and_the_run_resumes_to_the_bit(
     assert message.startswith(f"cannot write the checkpoint {folder / 'checkpoints' / '1-0000006'}: ")
     assert "No space left on device" in message
     assert message.endswith(f"the checkpoint of step 3 is complete: free disk space, then resume({str(folder)!r})")
-    assert os.listdir(folder / "checkpoints") == ["0-0000003"] and (folder / "last").readlink().name == "0-0000003"
+    assert sorted(os.listdir(folder / "checkpoints")) == ["0-0000000", "0-0000003"]
+    assert (folder / "last").readlink().name == "0-0000003"
     assert AutoModelForCausalLM.from_pretrained(folder / "last")
     resume_in(folder)
     assert_same_run(folder, chain)
@@ -183,7 +184,7 @@ def test_full_disk_while_logging_resumes_to_the_bit(task: TrainConfig, chain: Pa
 
     with pytest.raises(TrainingError) as failure:
         train(task, folder, display=CrashingDisplay(after, then=fill))
-    whole = "the checkpoint of step 3 is complete" if after == 4 else "no checkpoint was written yet"
+    whole = f"the checkpoint of step {3 if after == 4 else 0} is complete"
     assert re.match(rf"{re.escape(str(log))}: No space left on device; {whole}: free disk space", str(failure.value))
     assert f"resume({str(folder)!r})" in str(failure.value)
     moved.replace(log)

@@ -13,7 +13,17 @@ import pytest
 import yaml
 from helpers.cli import error_of, run, save_model, succeed
 from helpers.tiny import config_of
-from helpers.training import Files, command, make_recipe, make_train_config, train_in, training_files
+from helpers.training import (
+    CHAIN,
+    STEP,
+    Files,
+    Program,
+    command,
+    make_recipe,
+    make_train_config,
+    train_in,
+    training_files,
+)
 from transformers import GPT2LMHeadModel
 
 from fastweights.training.recipe import RECIPE_FOLDER, Recipe, RecipeError, Stage, change, load_recipe, parse_changes
@@ -144,7 +154,11 @@ def test_changes_replace_settings_of_recipe_and_stages() -> None:
         ("=3", "changes takes NAME=VALUE"),
         ("seed=[", "changes seed=[: '[' is no value"),
         ("sead=3", "unknown setting sead"),
-        ("distill.token=3", "unknown setting distill.token; known are loss, tokens"),
+        ("distill.speed=3", "unknown setting distill.speed; known are loss, tokens"),
+        ("distill.token=3", "unknown setting distill.token (did you mean distill.tokens?); known are loss, tokens"),
+        ("distill.lr=3", "unknown setting distill.lr (did you mean distill.learning_rate?)"),
+        ("learning_rate=3", "(did you mean transfer.learning_rate or distill.learning_rate"),
+        ("batch_token=3", "unknown setting batch_token (did you mean batch_tokens?); known are stages, length"),
         ("finetune.tokens=3", "finetune.tokens=3: the recipe has no stage finetune; its stages are transfer, distill"),
         ("distill.tokens=0", "distill.tokens must be between 1 and 1,000,000,000,000,000, found 0"),
         ("distill.length=1", "distill.length must be at least 2, found 1"),
@@ -162,6 +176,13 @@ def test_every_setting_is_an_option_with_its_help(name: str) -> None:
     text = re.sub(r"\s+", "", succeed("train", "--help").stdout)
     assert f"--{name.replace('_', '-')}" in text
     assert re.sub(r"\s+", "", Recipe.help(name)) in text
+
+
+@pytest.mark.parametrize("name", [f.name for f in fields(Stage)])
+def test_every_setting_of_a_stage_has_a_line_in_the_help(name: str) -> None:
+    shown = succeed("train", "--help").stdout
+    assert len(re.findall(rf"^  {name} ", shown, re.MULTILINE)) == 1
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 @pytest.fixture(scope="module")
@@ -272,8 +293,30 @@ def test_resume_of_no_run_or_with_other_flags_is_refused(files: Files) -> None:
 
 
 def test_missing_tracker_is_refused(files: Files) -> None:
-    assert refused(files, "--report-to", "nonsense").startswith("--report-to nonsense: Unsupported logging capability")
-    assert "install its package first" in refused(files, "--report-to", "dvclive")
+    assert refused(files, "--report-to", "nonsense").startswith("--report-to nonsense is not known; choose one of aim")
+    assert "pip install dvclive" in refused(files, "--report-to", "dvclive")
+
+
+def test_missing_tracker_is_one_line_in_a_process_of_its_own(files: Files, tmp_path: Path) -> None:
+    """Nothing has set up accelerate's logging there."""
+    program = Program(tmp_path / "output", *command(files, tmp_path / "run"), "--report-to", "dvclive")
+    assert program.wait() == 2
+    assert program.output.startswith("error: --report-to dvclive") and "Traceback" not in program.output
+
+
+def test_missing_tensorboard_names_the_extra(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastweights.training.checks.get_available_trackers", list)
+    for name in ("tensorboard", "all"):
+        assert "pip install 'fastweights[tensorboard]'" in refused(files, "--report-to", name)
+
+
+def test_learning_rate_flags_set_that_of_all_stages_and_set_that_of_one(files: Files, tmp_path: Path) -> None:
+    rates = ("--learning-rate", 3e-4, "--body-learning-rate", 0, "--set", "transfer.learning_rate=2e-4")
+    succeed(*command(files, tmp_path / "run", make_recipe(tuple(dict(stage, tokens=STEP) for stage in CHAIN)), *rates))
+    stages = json.loads((tmp_path / "run" / "result.json").read_text())["recipe"]["stages"]
+    assert [stage["learning_rate"] for stage in stages] == [2e-4, 3e-4]
+    assert [stage["body_learning_rate"] for stage in stages] == [0, 0]
+    assert run(*command(files, tmp_path / "wrong", None, "--learning-rate", -1)).exit_code == 2
 
 
 def test_flags_replace_settings_of_a_recipe_file(files: Files) -> None:

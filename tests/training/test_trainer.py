@@ -6,11 +6,12 @@ import io
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -24,6 +25,7 @@ from helpers.training import (
     CHAIN,
     FINETUNE,
     LENGTH,
+    PEAK,
     STEP,
     Files,
     assert_only_retained_checkpoints,
@@ -50,8 +52,10 @@ from fastweights.modeling.layer import FastWeightsAttention
 from fastweights.training import checkpoint
 from fastweights.training.losses import StageLoss, next_token_loss
 from fastweights.training.recipe import Stage
-from fastweights.training.trainer import Trainer, train
+from fastweights.training.trainer import Interrupted, Trainer, resume, train
 from fastweights.utils.progress import Display
+
+FITTED = tuple(dict(stage, fit="scale") for stage in CHAIN)
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +71,20 @@ def chain(files: Files) -> Path:
     result = train_in(folder, make_train_config(files))
     assert result["finished"] and result["diverged"] is None
     return folder
+
+
+@pytest.fixture(scope="module")
+def fitted(files: Files) -> Path:
+    """A run with every phase that there is."""
+    train_in(files.folder / "fitted", make_train_config(files, make_recipe(FITTED)))
+    return files.folder / "fitted"
+
+
+@pytest.fixture(scope="module")
+def peak(files: Files) -> Path:
+    """A run whose best checkpoint is not its first or last one."""
+    train_in(files.folder / "peak", make_train_config(files, make_recipe(PEAK)))
+    return files.folder / "peak"
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -101,16 +119,49 @@ def test_validation_at_start_at_intervals_and_at_stage_ends(chain: Path) -> None
     assert result["last"] == result["validation"][-1]
 
 
-def test_best_and_last_are_models_with_the_logged_validation_loss(files: Files, chain: Path) -> None:
+@pytest.mark.parametrize(("run", "best"), [("chain", 0), ("peak", 4)])
+def test_best_and_last_are_models_with_the_logged_validation_loss(
+    files: Files, request: pytest.FixtureRequest, run: str, best: int
+) -> None:
     """The best validation is a checkpoint, whenever it falls; either is an ordinary model with the loss in the log."""
-    result = json.loads((chain / "result.json").read_text())
-    assert result["best"] == min(result["validation"][1:], key=lambda found: found["loss"])
-    assert result["best"]["step"] not in (6, 12)  # else this would not tell validations from other checkpoints
+    folder = request.getfixturevalue(run)
+    result = json.loads((folder / "result.json").read_text())
+    assert result["best"] == min(result["validation"], key=lambda found: found["loss"])
+    assert result["best"]["step"] == best
     for name in ("best", "last"):
-        assert int((chain / name).readlink().name.split("-")[1]) == result[name]["step"]
-        model = AutoModelForCausalLM.from_pretrained(chain / name)
+        assert int((folder / name).readlink().name.split("-")[1]) == result[name]["step"]
+        model = AutoModelForCausalLM.from_pretrained(folder / name)
         assert isinstance(model, FastWeightsMixin)
         assert validation_loss(files, model) == pytest.approx(result[name]["loss"], rel=1e-6)
+
+
+def test_run_that_ends_worse_than_it_began_says_so(chain: Path, peak: Path, files: Files, tmp_path: Path) -> None:
+    for folder, best in ((chain, "before the first step"), (peak, "step 4")):
+        result = json.loads((folder / "result.json").read_text())
+        start, end = (f"{result['validation'][i]['perplexity']:,.2f}" for i in (0, -1))
+        assert all(part in result["warning"] for part in (start, end, best, "distill.learning_rate"))
+    shown = io.StringIO()
+    display = Display(console=Console(file=shown))
+    train(make_train_config(files, make_recipe(FINETUNE)), tmp_path / "better", display=display)
+    assert "warning" not in json.loads((tmp_path / "better" / "result.json").read_text())
+    assert "worse" not in shown.getvalue()
+    resume(chain, display=display)
+    assert "ended worse than it began" in shown.getvalue()
+
+
+@pytest.mark.parametrize("fit", ["none", "scale", "full"])
+def test_best_model_may_be_that_before_the_first_step_as_fitted(files: Files, tmp_path: Path, fit: str) -> None:
+    """Wherever the run is interrupted, what was fitted is not fitted again."""
+    task = make_train_config(files, make_recipe((dict(PEAK[1], fit=fit, learning_rate=0.4),)))
+    result = train_in(tmp_path / "whole", task)
+    assert result["best"] == result["validation"][0] and (tmp_path / "whole" / "best").readlink().name == "0-0000000"
+    crash_after(tmp_path / "run", task, 1)
+    assert resume_in(tmp_path / "run")["best"] == result["best"]
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+    moved = [
+        n for n, w in weights_of(tmp_path / "whole" / "best").items() if not w.equal(weights_of(files.converted)[n])
+    ]
+    assert bool(moved) == (fit != "none") and all("o_proj" in name for name in moved)
 
 
 @torch.no_grad()
@@ -137,8 +188,10 @@ def test_processes_share_validation_rows_and_run_equally_often(
         scored: list[float] = []
         process: Any = SimpleNamespace(validation=rows, recipe=make_recipe(), world_size=world, rank=rank, device="cpu")
         process.accelerator = SimpleNamespace(reduce=reduce)
-        process._autocast, process._on_device = nullcontext, lambda part: part
-        Trainer.validation_loss(process, lambda part, seen=scored: seen.append(1.0) or part["input_ids"].sum())
+        process._autocast, process._on_device, process._stoppable = nullcontext, lambda part: part, nullcontext
+        process.display, process.progress = Display(enabled=False), checkpoint.Progress()
+        score = lambda part, seen=scored: seen.append(1.0) or part["input_ids"].sum()  # noqa: E731
+        Trainer.validation_loss(process, score, "validating")
         runs.append(len(scored))
     assert runs == [-(-4 // world)] * world
     assert sums.tolist() == [float(rows["input_ids"].sum()), float((rows["labels"][:, 1:] != -100).sum())]
@@ -187,7 +240,7 @@ def test_truncated_log_line_is_written_again(files: Files, chain: Path, tmp_path
 
 @pytest.mark.parametrize("stopped_at", ["best", "last"])
 def test_resume_after_crash_between_links_matches_uninterrupted_run(
-    files: Files, chain: Path, tmp_path: Path, stopped_at: str, monkeypatch: pytest.MonkeyPatch
+    files: Files, peak: Path, tmp_path: Path, stopped_at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = checkpoint.link
 
@@ -198,9 +251,9 @@ def test_resume_after_crash_between_links_matches_uninterrupted_run(
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(checkpoint, "link", stop)
-        train_in(tmp_path / "run", make_train_config(files))
+        train_in(tmp_path / "run", make_train_config(files, make_recipe(PEAK)))
     resume_in(tmp_path / "run")
-    assert_same_run(tmp_path / "run", chain)
+    assert_same_run(tmp_path / "run", peak)
 
 
 @pytest.mark.parametrize(
@@ -351,22 +404,82 @@ def test_lora_trains_low_rank_updates_and_saves_a_merged_model(files: Files, tmp
         assert_same_run(tmp_path / f"run {after}", tmp_path / "whole")
 
 
-def test_first_signal_is_recorded_and_second_sigint_raises() -> None:
-    shown: Any = SimpleNamespace(stop_signal=0, display=Display(enabled=False))
-    found, before = signal.getsignal(signal.SIGINT), signal.default_int_handler
-    signal.signal(signal.SIGINT, before)  # a process that was started in the background ignores it
-    with Trainer.signals(shown):
-        signal.raise_signal(signal.SIGINT)
-        assert shown.stop_signal == signal.SIGINT
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-    shown.stop_signal = 0
-    with Trainer.signals(shown):
-        for _ in range(2):  # from whoever ends a group of processes, and from the parent
-            signal.raise_signal(signal.SIGTERM)
-        assert shown.stop_signal == signal.SIGTERM
-    assert signal.getsignal(signal.SIGINT) is before
+class SignallingDisplay(Display):
+    """Sends this process a signal in the phase of a name, when that has come some times."""
+
+    def __init__(self, phase: str, number: int, times: int = 1) -> None:
+        self.shown = io.StringIO()
+        super().__init__(console=Console(file=self.shown))
+        self.expected, self.number, self.left = phase, number, times
+
+    @contextmanager
+    def phase(self, name: str, total: int | None = None, announce: bool = True) -> Iterator[Callable[[], None]]:
+        with super().phase(name, total, announce) as advance:
+            self.left -= name.startswith(self.expected)
+            if name.startswith(self.expected) and self.left == 0:
+                signal.raise_signal(self.number)
+                pytest.fail(f"{name} was not interrupted")
+            yield advance
+
+
+@pytest.fixture
+def default_sigint() -> Iterator[None]:
+    """A process that was started in the background ignores SIGINT."""
+    found = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
     signal.signal(signal.SIGINT, found)
+
+
+@pytest.mark.parametrize(
+    ("phase", "times", "number", "saved"),
+    [
+        ("loading the model", 1, signal.SIGINT, None),
+        ("loading the teacher", 1, signal.SIGTERM, None),
+        ("measuring the base", 1, signal.SIGINT, None),
+        ("fitting", 1, signal.SIGTERM, None),
+        ("validating", 1, signal.SIGINT, None),
+        ("validating", 2, signal.SIGTERM, "0-0000004"),
+        ("validating", 3, signal.SIGINT, "0-0000006"),
+        ("loading the checkpoint", 1, signal.SIGTERM, "1-0000006"),
+        ("validating", 5, signal.SIGINT, "1-0000012"),
+    ],
+)
+def test_signal_stops_a_phase_at_once_and_the_run_resumes_to_the_bit(
+    files: Files, fitted: Path, tmp_path: Path, default_sigint: None, phase: str, times: int, number: int, saved: str
+) -> None:
+    display, folder = SignallingDisplay(phase, number, times), tmp_path / "run"
+    task = make_train_config(files, make_recipe(FITTED))
+    with pytest.raises(Interrupted, match=signal.Signals(number).name) as stopped:
+        train(task, folder, display=display)
+    assert stopped.value.exit_code == 128 + number and "stopping" in display.shown.getvalue()
+    assert (folder / "last").exists() == (saved is not None)
+    if saved:
+        assert (folder / "last").readlink().name == saved
+    if folder.exists():
+        assert f"resume({str(folder)!r})" in str(stopped.value)
+        resume_in(folder)
+    else:
+        assert "start it again" in str(stopped.value)
+        train_in(folder, task)
+    assert_same_run(folder, fitted)
+
+
+def test_signal_while_a_checkpoint_is_written_waits_for_it(
+    files: Files, chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = checkpoint.write_checkpoint
+
+    def stop_and_write(*args: Any) -> None:
+        if args[-1].step == 3:
+            signal.raise_signal(signal.SIGTERM)
+        write(*args)
+
+    with monkeypatch.context() as patched, pytest.raises(Interrupted):
+        patched.setattr(checkpoint, "write_checkpoint", stop_and_write)
+        train_in(tmp_path / "run", make_train_config(files))
+    assert (tmp_path / "run" / "last").readlink().name == "0-0000003"
+    resume_in(tmp_path / "run")
+    assert_same_run(tmp_path / "run", chain)
 
 
 def test_run_in_a_thread_ignores_signals(files: Files, tmp_path: Path) -> None:
@@ -433,6 +546,21 @@ def test_display_shows_stages_and_validations(files: Files, chain: Path, tmp_pat
         expected = f"after {found['tokens']:,} tokens: validation perplexity {found['perplexity']:,.2f}, {ratio:.3f} ×"
         assert expected in text
     assert "1/2 transfer" in text and "2/2 distill" in text and "6/6" in text and "tokens/s" in text
+    assert re.search(r"about \d+ s left of \d+ s in all.*steps: 9, validations: 4", text)
+    assert re.search(r"about \d+ s left of \d+ s in all.*steps: 3, validations: 2", text)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_every_phase_is_shown(files: Files, tmp_path: Path, terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a terminal only what takes some time, and nothing that is done as often as a step."""
+    monkeypatch.setattr("fastweights.utils.progress.LINE_AFTER", 0.0)
+    shown = io.StringIO()
+    console = Console(file=shown, width=200, force_terminal=terminal)
+    recipe = make_recipe((dict(CHAIN[0], fit="full"),))
+    train(make_train_config(files, recipe), tmp_path / "run", display=Display(console=console))
+    phases = ("loading the model converted", "loading the teacher", "measuring the base model", "fitting", "validating")
+    assert all(phase in shown.getvalue() for phase in phases)
+    assert ("saving a checkpoint" in shown.getvalue()) == terminal
 
 
 def test_disabled_display_prints_nothing(files: Files, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:

@@ -16,9 +16,11 @@ import pytest
 from helpers.cli import run
 from helpers.training import (
     FINETUNE,
+    Crash,
     Files,
     assert_same_run,
     crash_after,
+    lines_in,
     log_of,
     make_recipe,
     make_train_config,
@@ -119,12 +121,13 @@ def test_damaged_checkpoint_is_announced_and_the_run_resumes_from_the_one_before
 
 
 def test_resume_without_a_whole_checkpoint_is_refused(folder: Path) -> None:
-    for checkpoint in (folder / "checkpoints").iterdir():
-        flip_bit(checkpoint / "model.safetensors")
+    found = sorted(os.listdir(folder / "checkpoints"))
+    for name in found:
+        flip_bit(folder / "checkpoints" / name / "model.safetensors")
     before = log_of(folder)
     with pytest.raises(CheckpointError, match=r"no whole checkpoint.*checksum of model\.safetensors"):
         resume_in(folder)
-    assert log_of(folder) == before and len(os.listdir(folder / "checkpoints")) == 2
+    assert log_of(folder) == before and sorted(os.listdir(folder / "checkpoints")) == found
 
 
 @pytest.mark.parametrize("removed", [("last",), ("last", "best")])
@@ -154,9 +157,15 @@ def test_resume_of_a_run_that_lost_its_checkpoints_is_refused(folder: Path, remo
 
 
 def test_run_stopped_before_its_first_checkpoint_starts_again_and_says_so(
-    config: TrainConfig, whole: Path, tmp_path: Path
+    config: TrainConfig, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    crash_after(tmp_path / "run", config, 1)
+    def crash(*_: Any) -> None:
+        raise Crash
+
+    with monkeypatch.context() as patched, pytest.raises(Crash):
+        patched.setattr("fastweights.training.checkpoint.write_checkpoint", crash)
+        train_in(tmp_path / "run", config)
+    assert lines_in(tmp_path / "run") == 1  # the validation of step 0
     assert "the run starts at step 0" in resume_with_output(tmp_path / "run")
     assert_same_run(tmp_path / "run", whole)
 
