@@ -37,8 +37,8 @@ from fastweights.model_paths import BEST, LAST
 from fastweights.model_paths import RUN as RUN
 from fastweights.results import BaseModel, ValidationPoint, parse_fields, plain
 from fastweights.training.recipe import Recipe
+from fastweights.training.run_folder import CHECKPOINTS, is_unused
 from fastweights.training.run_folder import LOCK as LOCK
-from fastweights.training.run_folder import is_unused
 from fastweights.utils import parsing
 from fastweights.utils.errors import CheckpointError, FastWeightsError, error_context
 from fastweights.utils.files import (
@@ -52,7 +52,6 @@ from fastweights.utils.files import (
 )
 from fastweights.utils.manifest import MANIFEST, find_damage, write_manifest
 
-CHECKPOINTS = "checkpoints"
 TRAINING, PROGRESS, LOG, RESULT = "training.safetensors", "progress.json", "log.jsonl", "result.json"
 # Version of the checkpoints that are written. Those of version 0 have no manifest.
 FORMAT = 1

@@ -356,7 +356,9 @@ class Trainer:
             return None
         dtype = torch.bfloat16 if is_low_precision(self.device, self.recipe.precision) else torch.float32
         with self.display.phase("loading the teacher, the model before conversion"):
-            teacher = load_teacher(self.student, self.config.model, self.config.teacher, dtype=dtype)
+            teacher = load_teacher(
+                self.student, self.config.model, self.config.teacher, dtype=dtype, announce=self.display.print
+            )
         if isinstance(teacher, FastWeightsMixin) and any(stage.teaches_layers for stage in self.recipe.stages):
             name = teacher.config._name_or_path
             raise TrainingError(Argument("teacher"), f" {name} is converted itself: transfer and fit need attention")
