@@ -13,10 +13,10 @@ best one. Nothing is read or deleted through a link.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
@@ -53,8 +53,9 @@ from fastweights.utils.files import (
 from fastweights.utils.manifest import MANIFEST, find_damage, write_manifest
 
 TRAINING, PROGRESS, LOG, RESULT = "training.safetensors", "progress.json", "log.jsonl", "result.json"
-# Version of the checkpoints that are written. Those of version 0 have no manifest.
-FORMAT = 1
+# Version of the checkpoints that are written. Those of version 0 have no manifest. Before version 2, the validation
+# before the first step was not always counted as the best one.
+FORMAT = 2
 RETAINED = 2
 # In run.json: whether the run has reported a checkpoint. Without one it starts again at step 0.
 CHECKPOINTED = "checkpointed"
@@ -143,19 +144,24 @@ class Progress:
         for number, point in enumerate(self.validation):
             _check(f"validation[{number}].step", point.step, first, self.step)
             _check(f"validation[{number}].stage", point.stage, 0, self.stage)
-            _check(f"validation[{number}].loss", point.loss, -sys.float_info.max)
+            if not math.isfinite(point.loss):
+                raise CheckpointError(f"validation[{number}].loss is {point.loss}")
             first = point.step + 1
-        lowest = min((point.loss for point in self.validation), default=None)
-        lowest_points = [point for point in self.validation if point.loss == lowest]
-        if self.best not in lowest_points and not (self.best is None and lowest is None):
+        later = [point for point in self.validation if point.step > 0]
+        if not (self._is_best_of(self.validation) or (self.format < 2 and self._is_best_of(later))):
             raise CheckpointError("best is not the validation with the lowest loss")
 
+    def _is_best_of(self, points: list[ValidationPoint]) -> bool:
+        if self.best is None:
+            return not points
+        return self.best in points and self.best.loss == min(point.loss for point in points)
 
-def _check(place: str, value: float, least: float, most: float = sys.float_info.max) -> None:
+
+def _check(place: str, value: float, least: float, most: float = math.inf) -> None:
     """Refuse a number that is out of range, infinite or NaN."""
-    if not least <= value <= most:
-        expected = f"{least:,}" if least == most else f"between {least:,} and {most:,}"
-        raise CheckpointError(f"{place} must be {expected}, found {value:,}")
+    if not (least <= value <= most and math.isfinite(value)):
+        expected = f"finite and at least {least:,}" if most == math.inf else f"between {least:,} and {most:,}"
+        raise CheckpointError(f"{place} must be {f'{least:,}' if least == most else expected}, found {value:,}")
 
 
 def read_json(path: Path) -> Any:

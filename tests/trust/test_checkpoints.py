@@ -161,7 +161,7 @@ WRONG_PROGRESS: dict[str, Any] = {
     "tokens": [0, -1, 10**300],
     "recipe": [{"speed": 1}, {"stages": 1}, "abc"],
     "data": ["abc", 1],
-    "format": [0, 2, -1],
+    "format": [0, 3, -1],
     "unknown": [1],
 }
 
@@ -196,6 +196,13 @@ def test_progress_of_other_validations_is_damage(folder: Path) -> None:
     assert "best" in str(damage_of(checkpoint))
     edit_progress(checkpoint, validation=[worse, point], best=point)
     assert "validation[1].step" in str(damage_of(checkpoint))
+
+
+def test_validation_before_the_first_step_need_not_be_the_best_in_earlier_versions(folder: Path) -> None:
+    checkpoint = folder / "checkpoints" / "0-0000004"
+    for version, accepted in ((1, True), (2, False)):
+        edit_progress(checkpoint, best=None, format=version)
+        assert (damage_of(checkpoint) is None) == accepted
 
 
 def test_run_resumes_from_the_checkpoint_before_one_with_wrong_progress(folder: Path, whole: Path) -> None:
