@@ -28,7 +28,7 @@ from fastweights.report.results import (
 )
 from fastweights.report.text import bytes_text, count_text, percent_text, whole
 from fastweights.report.training import outcomes, training_tables
-from fastweights.training.checkpoint import CHECKPOINTS
+from fastweights.training.run_folder import CHECKPOINTS
 from fastweights.utils.parsing import read_json
 
 if TYPE_CHECKING:

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from fastweights.model_paths import BEST, LAST
 from fastweights.model_paths import RUN as RUN
+from fastweights.training.run_folder import CHECKPOINTS
 from fastweights.training.run_folder import LOCK as LOCK
 from fastweights.utils import parsing
 from fastweights.utils.errors import CheckpointError
@@ -46,7 +47,6 @@ from fastweights.utils.files import (
 )
 from fastweights.utils.manifest import MANIFEST, find_damage, write_manifest
 
-CHECKPOINTS = "checkpoints"
 TRAINING, PROGRESS, LOG, RESULT = "training.safetensors", "progress.json", "log.jsonl", "result.json"
 # Version of the checkpoints that are written. Those of version 0 have no manifest.
 FORMAT = 1

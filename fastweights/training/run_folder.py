@@ -11,7 +11,7 @@ from fastweights.model_paths import RUN
 from fastweights.utils.errors import Argument, Call, FastWeightsError
 from fastweights.utils.files import is_temporary
 
-LOCK = ".lock"
+LOCK, CHECKPOINTS = ".lock", "checkpoints"
 
 
 class TrainingError(FastWeightsError):
