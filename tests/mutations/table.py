@@ -29,8 +29,8 @@ MUTATIONS = [
     Mutation(
         "decay's gates are swapped",
         "rules/decay",
-        r"outer\(gate\(z_logit\), gate\(f_logit\)\)",
-        "outer(gate(z_logit), gate(-f_logit))",
+        r"outer\(forget_gate\(z_logit\), forget_gate\(f_logit\)\)",
+        "outer(forget_gate(z_logit), forget_gate(-f_logit))",
         (OPS,),
         "decay",
     ),
@@ -52,10 +52,18 @@ MUTATIONS = [
     Mutation(
         "delta's chunked backward forgets a term",
         "ops/wy",
-        r"gated @ s\.k \+ gated\.mT @ s\.k",
-        "gated @ s.k",
+        r" \+ gated\.mT @ s\.k_read",
+        "",
         (OPS,),
         "delta",
+    ),
+    Mutation(
+        "the gate of gated_delta ignores what keys read",
+        "ops/wy",
+        r"\.add_\(s\.k_read \* dk_read\)",
+        "",
+        (OPS,),
+        "gated_delta",
     ),
     Mutation(
         "a kernel reads padding", "triton/primitives", r"in_range & \(\(flag & PAD\) == 0\)", "in_range", (KERNELS,)
