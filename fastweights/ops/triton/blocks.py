@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 
+from fastweights.rules import DELTA_RULES
+
 # Tokens per tile. Cumulative products of 16 gates at the floor, sigmoid(-10), stay within e^80 (primitives.py); those
 # of 32 would overflow float32. Kernels that never divide by a gate use SEGMENT_TILE.
 TILE = 16
@@ -54,9 +56,9 @@ def key(family: str, bits: str, bm: int) -> str:
 
 def blocks_for(rule: str, m: int, d: int, dtype: torch.dtype) -> Blocks:
     """The recorded settings for a rule, its state [d,m] and the dtype of its inputs."""
-    bits, bm = "16" if dtype == torch.bfloat16 and rule != "delta" else "32", padded(m)
+    bits, bm = "16" if dtype == torch.bfloat16 and rule not in DELTA_RULES else "32", padded(m)
     bd = min(WIDEST_SLICE // (2 if bits == "32" and bm == 128 else 1), padded(d))
-    choice = RECORD[key("delta" if rule == "delta" else "tiled", bits, bm)]
+    choice = RECORD[key("delta" if rule in DELTA_RULES else "tiled", bits, bm)]
     return Blocks(bm, bd, *(LaunchConfig(*choice[kernel]) for kernel in ("forward", "backward", "segments")))
 
 
