@@ -19,6 +19,7 @@ from fastweights.modeling.layer import AttentionShape, FastWeightsAttention, Hea
 
 ADD_VALUE_SCALE = 1 / 512
 DELTA_GATE = 0.007
+GATED_DELTA_GATE = 0.5
 # With gate_init="log", the value gate remembers this many times longer than the slowest key gate.
 OPEN_GATE_FACTOR = 4
 # Initial share of the window in the mix with the rule; see the experiment log.
@@ -341,6 +342,9 @@ def _initialize_gates(rule: RecurrentAttention, generator: torch.Generator) -> N
         _set_bias(rule, "g", g)
     elif config.rule == "delta":
         _set_bias(rule, "g", torch.full((states,), math.log(DELTA_GATE / (1 - DELTA_GATE))))
+    elif config.rule == "gated_delta":
+        _set_bias(rule, "f", _key_gates(rule, generator))
+        _set_bias(rule, "g", torch.full((states,), math.log(GATED_DELTA_GATE / (1 - GATED_DELTA_GATE))))
     elif config.rule == "add" and config.feature_map == "none" and not config.normalizes_attention:
         _scale_rows(projections.v_proj, torch.tensor(ADD_VALUE_SCALE))
 

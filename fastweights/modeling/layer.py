@@ -16,7 +16,7 @@ from fastweights import ops
 from fastweights.config import LOCAL, FastWeightsConfig
 from fastweights.modeling.window import WindowCache, local_attention
 from fastweights.rules import RULES
-from fastweights.rules.feature_maps import MAPS, input_width, sum_normalize
+from fastweights.rules.feature_maps import MAPS, input_width, sum_normalize, unit_normalize
 
 
 @dataclass(frozen=True)
@@ -217,6 +217,8 @@ class RecurrentAttention(nn.Module):
         q, k = self.feature_map(q), self.feature_map(k)
         if config.normalizes_sum:
             q, k = sum_normalize(q), sum_normalize(k)
+        if config.normalizes_unit:
+            q, k = unit_normalize(q), unit_normalize(k)
         if self.key_scale is not None:
             k = k * self.key_scale.to(k.dtype)
         y, state = ops.apply(

@@ -21,7 +21,7 @@ from fastweights.profiling.model_cost import first_cheaper_from, with_crossings
 from fastweights.profiling.timing import Conditions, Contender, Findings, check_room, measure, on
 from fastweights.results import CostResult
 from fastweights.rules import RULES
-from fastweights.rules.feature_maps import sum_normalize
+from fastweights.rules.feature_maps import sum_normalize, unit_normalize
 from fastweights.utils.progress import track
 
 LENGTHS = tuple(2**i for i in range(7, 17))
@@ -95,14 +95,15 @@ class AttentionLayer(Layer):
 class RuleLayer(Layer):
     """A rule in its best configuration in the paper.
 
-    delta has a ReLU map, whose matrix is part of the projections, and sum normalization. The others have neither.
+    delta has a ReLU map, whose matrix is part of the projections, and sum normalization. The others have neither;
+    gated_delta, which is not in the paper, has queries and keys of unit length.
     """
 
     def __init__(self, shape: Shape, rule: str) -> None:
         widths = {"m": shape.m, "d": shape.d, "1": 1}
         self.rule, self.gates = rule, list(RULES[rule].gates.values())
         super().__init__(shape, shape.m, shape.m, shape.d, *(widths[gate] for gate in self.gates))
-        self.maps = FastWeightsConfig(rule=rule).normalizes_sum
+        self.config = FastWeightsConfig(rule=rule)
         exact = torch.promote_types(shape.dtype, torch.float32)
         self.state = shape.random(shape.batch, shape.heads, shape.d, shape.m).to(exact)
 
@@ -112,8 +113,10 @@ class RuleLayer(Layer):
 
     def step(self, x: Tensor) -> Tensor:
         q, k, v, *logits = self.projected(x)
-        if self.maps:
+        if self.config.normalizes_sum:
             q, k = sum_normalize(F.relu(q)), sum_normalize(F.relu(k))
+        if self.config.normalizes_unit:
+            q, k = unit_normalize(q), unit_normalize(k)
         gates = tuple(logit[..., 0] if width == "1" else logit for logit, width in zip(logits, self.gates, strict=True))
         return self.out(step(self.rule, self.state, q, k, v, gates))
 

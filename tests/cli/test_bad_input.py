@@ -62,7 +62,17 @@ UNDEFINED: dict[str, tuple[dict[str, Any], list[Any], str]] = {
     "log gates without gates": (
         dict(rule="add", gate_init="log"),
         ["--rule", "add", "--gate-init", "log"],
-        "only decay and gated have them",
+        "use one of the rules decay, gated, gated_delta",
+    ),
+    "unit length for a rule that does not overwrite": (
+        dict(rule="gated", normalize="unit"),
+        ["--rule", "gated", "--normalize", "unit"],
+        "use one of the rules delta, gated_delta",
+    ),
+    "attention normalization of gated_delta": (
+        dict(rule="gated_delta", normalize="attention"),
+        ["--rule", "gated_delta", "--normalize", "attention"],
+        "the gated_delta rule has no attention normalization",
     ),
     "a map for local attention": (
         dict(rule="local", feature_map="relu"),

@@ -24,6 +24,7 @@ from torch import Tensor
 import fastweights as fw
 from fastweights.config import FEATURE_MAPS, NORMALIZERS, RULES, ConfigError
 from fastweights.modeling.cache import StateLayer
+from fastweights.rules import DELTA_RULES
 
 TOLERANCE = 1e-5
 LENGTH = 37
@@ -35,6 +36,8 @@ OPTIONS = [
     dict(rule="decay", m=M, rotary="drop", state_heads="kv", gate_init="log"),
     dict(rule="gated", m=11, state_heads="kv", window=1),
     dict(rule="delta", m=1, state_heads="kv", window=5),
+    dict(rule="gated_delta", m=M, window=4, output_norm=True),
+    dict(rule="gated_delta", m=11, rotary="drop", state_heads="kv", gate_init="uniform"),
     dict(rule="add", m=M, state_heads="kv", output_norm=True),
     dict(rule="local", window=1),
     dict(rule="local", window=50),
@@ -60,6 +63,7 @@ BEAM_SETTINGS = [
     dict(rule="decay", m=M),
     dict(rule="gated", m=M, window=3),
     dict(rule="delta", m=M),
+    dict(rule="gated_delta", m=M, window=3),
     dict(rule="add", m=M, feature_map="elu", normalize="attention"),
     dict(rule="local", window=5),
 ]
@@ -133,8 +137,9 @@ def _make_gates_depend_on_input(model: Any) -> None:
 
 @torch.no_grad()
 def _keep_delta_stable(model: Any, settings: dict[str, Any]) -> None:
-    """Without sum normalization the delta rule diverges for keys longer than sqrt(2 / g), on every path alike."""
-    if settings["rule"] == "delta" and "sum" not in settings.get("normalize", "sum"):
+    """Keys longer than sqrt(2 / g), which only sum and unit normalization prevent, make the delta rules diverge, on
+    every path alike."""
+    if settings["rule"] in DELTA_RULES and settings.get("normalize") in ("none", "attention"):
         for name, parameter in model.named_parameters():
             if "rule.projections.q" in name or "rule.projections.k" in name:
                 parameter *= 0.3
@@ -230,9 +235,9 @@ def _check_greedy(model: Any) -> None:
 def test_product_has_every_combination_the_config_accepts() -> None:
     """A combination that the config newly refuses must not shrink the product unnoticed."""
     by_rule = {rule: sum(settings["rule"] == rule for settings in DEFINED) for rule in RULES}
-    assert by_rule == {"decay": 6, "gated": 20, "delta": 20, "add": 20, "local": 1}
+    assert by_rule == {"decay": 6, "gated": 20, "delta": 26, "gated_delta": 16, "add": 20, "local": 1}
     assert len(CONFIGS) == 9 and VOCAB > 2
-    assert {name: len(matrix) for name, matrix in MATRICES.items()} == {"settings": 1206, "options": 126, "beams": 90}
+    assert {name: len(matrix) for name, matrix in MATRICES.items()} == {"settings": 1602, "options": 162, "beams": 108}
 
 
 @pytest.mark.parametrize("matrix", MATRICES)
