@@ -42,7 +42,7 @@ from fastweights.ops.step import (
     window_kernel,
 )
 from fastweights.rules import RULES
-from fastweights.rules.feature_maps import Identity, sum_normalize
+from fastweights.rules.feature_maps import Identity, sum_normalize, unit_normalize
 
 ACTIVATION_NAMES = {
     "silu": "silu",
@@ -296,7 +296,8 @@ class PackedHeads:
 class DecodeRecurrence:
     """The state of a rule and its update from the packed buffer.
 
-    `fused`: the kernel also rotates and scales. Otherwise torch prepares queries and keys with the layer's modules."""
+    `fused`: the kernel also rotates, normalizes to unit length and scales. Otherwise torch prepares queries and keys
+    with the layer's modules."""
 
     def __init__(
         self, rule: RecurrentAttention, context: DecodeContext, packed: Tensor, rotary: RotaryEmbedding | None
@@ -327,7 +328,8 @@ class DecodeRecurrence:
             y = step_torch(*arguments, normalize)
         else:
             rotary, key_scale = (heads.rotary, self.rule.key_scale) if self.fused else (None, None)
-            step_kernel(*arguments, self.y, normalize, rotary, key_scale, self.overlap)
+            unit = self.fused and self.config.normalizes_unit
+            step_kernel(*arguments, self.y, normalize, rotary, key_scale, unit, self.overlap)
             y = self.y
         return y if self.rule.output_norm is None else self.rule.output_norm(y)
 
@@ -337,6 +339,8 @@ class DecodeRecurrence:
             q, k = (self.rule.feature_map(x[:, None])[:, 0] for x in (q, k))
         if self.config.normalizes_sum:
             q, k = sum_normalize(q), sum_normalize(k)
+        if self.config.normalizes_unit:
+            q, k = unit_normalize(q), unit_normalize(k)
         if self.rule.key_scale is not None:
             k = k * self.rule.key_scale.to(k.dtype)
         return q, k

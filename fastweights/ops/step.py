@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fastweights.ops.device import multiprocessors, shared_bytes, unsupported_reason
+from fastweights.rules import DELTA_RULES
 from fastweights.rules.base import MIN_GATE_LOGIT
 from fastweights.rules.normalizer import divide
 
@@ -45,13 +46,14 @@ def step(
     """Update a state by one token, in place, and read it.
 
     Args:
-        rule: "add", "gated", "delta" or "decay".
+        rule: "add", "gated", "delta", "decay" or "gated_delta".
         state: [B,S,d,m] float32, contiguous; [B,S,d+1,m] with `normalize`. Changed in place.
         q: queries [B,G*S,m].
         k: keys [B,S,m].
         v: values [B,S,d].
-        gate_logits: the rule's gate logits: decay f [B,S,m] and z [B,S,d]; gated and delta g [B,S]; add none.
-        normalize: divide by the normalizer.
+        gate_logits: the rule's gate logits: decay f [B,S,m] and z [B,S,d]; gated and delta g [B,S]; gated_delta f and
+            g; add none.
+        normalize: divide by the normalizer; not for decay and gated_delta, which have none.
 
     Returns:
         y [B,G*S,d] in v's dtype, read from the state after the update.
@@ -84,10 +86,12 @@ def step_torch(
         logit = gate_logits[0].clamp(min=MIN_GATE_LOGIT).unsqueeze(-1)
         state.mul_(logit.sigmoid().unsqueeze(-1))
         k = k * (-logit).sigmoid()
-    elif rule == "delta":
+    elif rule in DELTA_RULES:
         if total is not None:
             total.add_(k)
-        v = gate_logits[0].sigmoid().unsqueeze(-1) * (v - (values @ k.unsqueeze(-1)).squeeze(-1))
+        if rule == "gated_delta":
+            values.mul_(gate_logits[0].clamp(min=MIN_GATE_LOGIT).sigmoid_().unsqueeze(-2))
+        v = gate_logits[-1].sigmoid().unsqueeze(-1) * (v - (values @ k.unsqueeze(-1)).squeeze(-1))
     values.addcmul_(v.unsqueeze(-1), k.unsqueeze(-2))
     if total is not None and rule != "delta":
         total.add_(k)
@@ -106,6 +110,7 @@ def step_kernel(
     normalize: bool = False,
     rotary: Rotary | None = None,
     key_scale: Tensor | None = None,
+    unit: bool = False,
     overlap: bool = False,
 ) -> None:
     """`step` as one Triton kernel that writes into y.
@@ -115,6 +120,7 @@ def step_kernel(
         y: output [B,G*S,d].
         rotary: apply RoPE to queries and keys. None: they are used as they are.
         key_scale: [S,m], multiplied into the keys after RoPE.
+        unit: scale queries and keys to unit length (unit_normalize), before key_scale.
         overlap: start before the previous kernel has ended (see `can_overlap`).
     """
     from triton import cdiv, next_power_of_2
@@ -150,6 +156,7 @@ def step_kernel(
             RULE=rule,
             NORMALIZE=normalize,
             HAS_KEY_SCALE=key_scale is not None,
+            UNIT=unit,
             BLOCK_D=block_d,
             BLOCK_M=block_m,
             SLICES=slices if normalize else 1,

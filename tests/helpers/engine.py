@@ -13,6 +13,7 @@ SETTINGS = [
     dict(rule="decay", m=6),
     dict(rule="decay", m=6, gate_init="log", window=5, state_heads="kv"),
     dict(rule="delta", m=6, rotary="drop"),
+    dict(rule="gated_delta", m=6, window=3),
     dict(rule="add", m=6, feature_map="elu", normalize="attention", output_norm=True),
     dict(rule="gated", m=12, state_heads="kv", window=1),
     dict(rule="local", window=4),

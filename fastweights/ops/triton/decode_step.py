@@ -13,14 +13,15 @@ import triton
 import triton.language as tl
 
 from fastweights.ops.triton.primitives import MIN_LOGIT, cast_rounded, matmul, wait_for_previous_kernel
-from fastweights.rules import normalizer
+from fastweights.rules import feature_maps, normalizer
 
+UNIT_EPSILON = tl.constexpr(feature_maps.UNIT_EPSILON)
 SMALLEST_DIVISOR = tl.constexpr(normalizer.SMALLEST_DIVISOR)
 
 
 @triton.jit
-def _load_rotated(x, i, m, first, cos, sin, ROTARY_PAIRS: tl.constexpr):
-    """Load a head's query or key, with RoPE applied to its first 2 * ROTARY_PAIRS elements.
+def _load_rotated(x, i, m, first, cos, sin, ROTARY_PAIRS: tl.constexpr, UNIT: tl.constexpr = False):
+    """Load a head's query or key, with RoPE applied to its first 2 * ROTARY_PAIRS elements; UNIT: of unit length.
 
     Element i of the first half is paired with element i + ROTARY_PAIRS; `first` marks the first half.
     """
@@ -29,6 +30,8 @@ def _load_rotated(x, i, m, first, cos, sin, ROTARY_PAIRS: tl.constexpr):
         rotated = i < 2 * ROTARY_PAIRS
         partner = tl.load(x + tl.where(first, i + ROTARY_PAIRS, i - ROTARY_PAIRS), rotated, 0.0).to(tl.float32)
         values = values * cos + tl.where(first, -partner, partner) * sin
+    if UNIT:
+        values = values * tl.rsqrt(tl.sum(values * values, 0) + UNIT_EPSILON)
     return values
 
 
@@ -88,6 +91,7 @@ def step_kernel(
     RULE: tl.constexpr,
     NORMALIZE: tl.constexpr,
     HAS_KEY_SCALE: tl.constexpr,
+    UNIT: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     SLICES: tl.constexpr,
@@ -120,7 +124,7 @@ def step_kernel(
             if NORMALIZE:
                 norm = tl.load(state_base + D * M + i, i < M, 0.0)
             wait_for_previous_kernel(OVERLAP)
-            key = _load_rotated(k + batch * k_stride + head * M, i, M, first, c, s, ROTARY_PAIRS) * key_scale
+            key = _load_rotated(k + batch * k_stride + head * M, i, M, first, c, s, ROTARY_PAIRS, UNIT) * key_scale
         value = tl.load(v + batch * v_stride + head * D + j, j < D, 0.0).to(tl.float32)
         if RULE == "decay":
             f = _gate(tl.load(gate + batch * gate_stride + head * M + i, i < M, 0.0))
@@ -129,8 +133,12 @@ def step_kernel(
         elif RULE == "gated":
             logit = _clamp_logit(tl.load(gate + batch * gate_stride + head))
             rows = tl.sigmoid(logit) * rows + tl.sigmoid(-logit) * value[:, None] * key[None, :]
-        elif RULE == "delta":
-            g = tl.sigmoid(tl.load(gate + batch * gate_stride + head).to(tl.float32))
+        elif RULE == "delta" or RULE == "gated_delta":
+            if RULE == "gated_delta":
+                rows = rows * _gate(tl.load(gate + batch * gate_stride + head * M + i, i < M, 0.0))[None, :]
+                g = tl.sigmoid(tl.load(gate2 + batch * gate2_stride + head).to(tl.float32))
+            else:
+                g = tl.sigmoid(tl.load(gate + batch * gate_stride + head).to(tl.float32))
             error = value - tl.sum(rows * key[None, :], 1)
             rows += (g * error)[:, None] * key[None, :]
         else:
@@ -143,7 +151,7 @@ def step_kernel(
             tl.store(state_base + D * M + i, norm, i < M)
         for member in tl.static_range(GROUP):
             query_head = head * GROUP + member
-            query = _load_rotated(q + batch * q_stride + query_head * M, i, M, first, c, s, ROTARY_PAIRS)
+            query = _load_rotated(q + batch * q_stride + query_head * M, i, M, first, c, s, ROTARY_PAIRS, UNIT)
             output = tl.sum(rows * query[None, :], 1)
             if NORMALIZE:
                 divisor = tl.sum(norm * query, 0)
