@@ -18,7 +18,12 @@ from fastweights.decode.generation import generate_sequence
 from fastweights.decode.model import DecodeModel
 from fastweights.modeling.cache import StateError
 
-SETTINGS = [dict(m=6, layers=(0,)), dict(rule="delta", m=6, window=3, layers=(1,)), dict(rule="local", layers=(1,))]
+SETTINGS = [
+    dict(m=6, layers=(0,)),
+    dict(rule="delta", m=6, window=3, layers=(1,)),
+    dict(rule="gated_delta", m=6, window=3, layers=(0,)),
+    dict(rule="local", layers=(1,)),
+]
 
 
 def logits_by_steps(engine: fw.Engine, model: Any, sequence: torch.Tensor, new: torch.Tensor, slot: int) -> Any:

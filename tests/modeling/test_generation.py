@@ -16,7 +16,13 @@ import fastweights as fw
 from fastweights.modeling.cache import StateError
 
 GREEDY = dict(do_sample=False, pad_token_id=0)
-VARIANTS = [dict(rule="decay", m=6), dict(rule="delta", m=6, window=3), dict(rule="local"), dict(m=4, layers=(0,))]
+VARIANTS = [
+    dict(rule="decay", m=6),
+    dict(rule="delta", m=6, window=3),
+    dict(rule="local"),
+    dict(m=4, layers=(0,)),
+    dict(rule="gated_delta", m=6, window=3),
+]
 
 
 def converted(family: str = "llama", **settings: Any) -> Any:

@@ -19,6 +19,7 @@ from fastweights.utils.errors import CheckpointError
 VARIANTS = [
     dict(rule="decay", m=6, gate_init="log"),
     dict(rule="delta", m=6, window=3, output_norm=True),
+    dict(rule="gated_delta", m=6),
     dict(rule="gated", m=4, feature_map="rfa", normalize="attention", layers=(1,)),
 ]
 

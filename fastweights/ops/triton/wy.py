@@ -211,7 +211,7 @@ def backward(
         du = matmul(tl.trans(scores), dyt, OPERAND, PRECISION) + matmul(k_end, tl.trans(dS), OPERAND, PRECISION)
         dtarget = du + matmul(tl.trans(inverse), du, OPERAND, PRECISION)
         dvalue = gate * dtarget
-        dS_decayed = dS * (survives * f_root * f_root)[None, :]
+        state_decay = (survives * f_root * f_root)[None, :]
         if OUTPUT:
             S = tl.load(tile_states + tile * d * m + state_offsets, mask=in_state, other=0.0)
             error = load_tile(v + base * d, i, is_real, heads, di, d) - matmul(k_start, tl.trans(S), OPERAND, PRECISION)
@@ -242,12 +242,12 @@ def backward(
             if F_WIDTH > 0:
                 flow = q_in * dq_in + k_read * dk_read - k_in * dk_in
                 # S_start * dS_end * decay: the gradient that passes through the whole tile. Every gate of it gets it.
-                through = matmul(tl.full([TILE, BD], 1.0, tl.float32), S * dS_decayed, OPERAND, PRECISION)
+                through = state_decay * matmul(tl.full([TILE, BD], 1.0, tl.float32), S * dS, OPERAND, PRECISION)
                 dlog = gate_gradient(flow, k_in * dk_end, OPERAND, PRECISION, TILE) + through
                 if HAS_FLAGS:
                     dlog = tl.where(gate_is_one[:, None], 0.0, dlog)
                 store_tile(df + base * m, dlog * f_slope, i, in_range, heads, mi, m)
-        dS = dS_decayed + matmul(tl.trans(dyt), q_start, OPERAND, PRECISION)
+        dS = dS * state_decay + matmul(tl.trans(dyt), q_start, OPERAND, PRECISION)
         dS -= matmul(tl.trans(dvalue), k_start, OPERAND, PRECISION)
     if OUTPUT:
         if segment == 0:
