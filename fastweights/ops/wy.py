@@ -132,7 +132,7 @@ def _solve(state: Tensor, inputs: list[Tensor], pad: Tensor | None, reset: Tenso
         target = g[:, :, n] * errors[n]
         u.append(torch.linalg.solve_triangular(system[:, :, n], target, upper=False, unitriangular=True))
         states.append(_decayed(states[n], decay, n) + u[n].mT @ k_end[:, :, n])
-    starts, error, u_all = (torch.stack(x, dim=2) for x in (states[:-1], errors, u))
+    starts, error, u_all = (_stack(x) for x in (states[:-1], errors, u))
     scores = pair_scores(q_in, k_in, document, own=True)
     parts = (q, k, g, f, document, q_in, k_in, k_read, q_start, k_start, k_end, decay, overlap, system, scores)
     return Solved(*parts, starts, error, u_all), states[-1]
@@ -153,7 +153,12 @@ def _solve_back(s: Solved, dy: Tensor, dstate: Tensor) -> tuple[Tensor, Tensor, 
         dtargets.append(torch.linalg.solve_triangular(s.system[:, :, n].mT, right, upper=True, unitriangular=True))
         dvalue = s.g[:, :, n] * dtargets[-1]
         dstate = _decayed(dstate, s.decay, n) + from_outputs[:, :, n] - dvalue.mT @ s.k_start[:, :, n]
-    return dstate, torch.stack(dends[::-1], dim=2), torch.stack(dtargets[::-1], dim=2)
+    return dstate, _stack(dends[::-1]), _stack(dtargets[::-1])
+
+
+def _stack(tiles: list[Tensor]) -> Tensor:
+    """Tiles [B,H,.,.] as [B,H,N,.,.]; a single one is not copied."""
+    return tiles[0].unsqueeze(2) if len(tiles) == 1 else torch.stack(tiles, dim=2)
 
 
 def _decayed(state: Tensor, decay: Tensor | None, n: int) -> Tensor:

@@ -1,6 +1,7 @@
 """Recorded launch settings of the training kernels, so that a first call only compiles and never searches.
 
-benchmarks/search_blocks.py is the search. It found the records of tiled/16 up to m = 64; the others were set by hand.
+benchmarks/search_blocks.py is the search. It found the records of tiled/16 up to m = 64; the others were set by hand,
+those of gated_delta without a GPU: they are delta's.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ RECORD: dict[str, dict[str, list[int]]] = json.loads(Path(__file__).with_suffix(
 
 
 def key(family: str, bits: str, bm: int) -> str:
-    """The key of a record: "tiled" or "delta", bits of the operands, and the padded m."""
+    """The key of a record: "tiled" or the name of a delta rule, bits of the operands, and the padded m."""
     return f"{family}/{bits}/{bm}"
 
 
@@ -58,7 +59,7 @@ def blocks_for(rule: str, m: int, d: int, dtype: torch.dtype) -> Blocks:
     """The recorded settings for a rule, its state [d,m] and the dtype of its inputs."""
     bits, bm = "16" if dtype == torch.bfloat16 and rule not in DELTA_RULES else "32", padded(m)
     bd = min(WIDEST_SLICE // (2 if bits == "32" and bm == 128 else 1), padded(d))
-    choice = RECORD[key("delta" if rule in DELTA_RULES else "tiled", bits, bm)]
+    choice = RECORD[key(rule if rule in DELTA_RULES else "tiled", bits, bm)]
     return Blocks(bm, bd, *(LaunchConfig(*choice[kernel]) for kernel in ("forward", "backward", "segments")))
 
 
