@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import random
 import zlib
 from typing import Any
@@ -24,6 +25,7 @@ from torch import Tensor
 import fastweights as fw
 from fastweights.config import FEATURE_MAPS, NORMALIZERS, RULES, ConfigError
 from fastweights.modeling.cache import StateLayer
+from fastweights.modeling.initialization import DELTA_GATE
 from fastweights.rules import DELTA_RULES
 
 TOLERANCE = 1e-5
@@ -143,6 +145,8 @@ def _keep_delta_stable(model: Any, settings: dict[str, Any]) -> None:
         for name, parameter in model.named_parameters():
             if "rule.projections.q" in name or "rule.projections.k" in name:
                 parameter *= 0.3
+            if settings["rule"] == "gated_delta" and "rule.gates.g.bias" in name:  # its steps are larger than delta's
+                parameter.fill_(math.log(DELTA_GATE))
 
 
 def _tolerance(model: Any, ids: Tensor, settings: dict[str, Any]) -> float:

@@ -23,7 +23,7 @@ SERIES_BELOW = tl.constexpr(1 / 64)
 PAD = tl.constexpr(1)
 RESET = tl.constexpr(2)
 # Triton's interpreter multiplies bfloat16 values as if their bits were integers, and truncates where a GPU rounds.
-# In the interpreter operands are therefore rounded by hand and multiplied in float32.
+# It multiplies tf32 as float32. In the interpreter operands are therefore rounded by hand and multiplied in float32.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -215,7 +215,8 @@ def lower_triangle(TILE: tl.constexpr, AT_LEAST: tl.constexpr):
 def matmul(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     """a @ b on the tensor cores, with operands rounded to OPERAND and a float32 accumulator."""
     if INTERPRETED:
-        a, b = round_to_operand(a.to(tl.float32), OPERAND), round_to_operand(b.to(tl.float32), OPERAND)
+        a = round_to_product(a.to(tl.float32), OPERAND, PRECISION)
+        b = round_to_product(b.to(tl.float32), OPERAND, PRECISION)
     else:
         a, b = a.to(OPERAND), b.to(OPERAND)
     return tl.dot(a, b, input_precision=PRECISION)
