@@ -40,10 +40,14 @@ def round_to_operand(x, OPERAND: tl.constexpr):
 
 @triton.jit
 def round_to_product(x, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """Round x to the precision in which products multiply it: that of the operand, or tf32. Still as float32."""
+    """Round x to the precision in which products multiply it: that of the operand, or tf32. Still as float32.
+
+    NaN stays NaN: a GPU's own has all bits set but the sign, and would become a zero.
+    """
     x = round_to_operand(x, OPERAND)
     if OPERAND == tl.float32 and PRECISION == "tf32":  # noqa: SIM300
-        x = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        rounded = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        x = tl.where(x == x, rounded, x)
     return x
 
 
