@@ -22,6 +22,7 @@ FEATURE_MAPS = ("none", "relu", "elu", "dpfp", "favor+", "rfa")
 POSITIVE_MAPS = ("relu", "elu", "dpfp", "favor+")
 NORMALIZERS = ("none", "attention", "sum", "attention+sum", "unit")
 GATE_INITS = ("uniform", "log")
+MIXES = ("constant", "token")
 FORGETTING_RULES = ("decay", "gated", "gated_delta")
 UNIT_RULES = ("delta", "gated_delta")
 
@@ -74,6 +75,12 @@ class FastWeightsConfig:
         ge=0,
         le=LARGEST_WINDOW,
     )
+    mix: str = setting(
+        "constant",
+        "The window's share in its mix with the state: constant (a number for each head), or token (for each head and "
+        "token, computed from the layer's input).",
+        MIXES,
+    )
     output_norm: bool = setting(False, "Apply an RMS norm to the output of each head.")
     rotary: str = setting(
         "keep", "Whether queries and keys of the state keep rotary embeddings, if the model has them.", ("keep", "drop")
@@ -99,6 +106,7 @@ class FastWeightsConfig:
         check_settings(self, ConfigError)
         self._resolve_defaults()
         self._check_layers()
+        self._check_window()
         self._check_combination()
 
     def _resolve_defaults(self) -> None:
@@ -112,9 +120,15 @@ class FastWeightsConfig:
             if getattr(self, name) is None:
                 object.__setattr__(self, name, default)
 
-    def _check_layers(self) -> None:
+    def _check_window(self) -> None:
         if self.rule == LOCAL and self.window == 0:
             raise ConfigError(Argument("window"), " must be at least 1 for the local rule, found 0")
+        if self.mix == "token" and (self.rule == LOCAL or not self.window):
+            found = (Argument("rule"), f"={self.rule!r}, ", Argument("window"), f"={self.window}")
+            reason = "'token' is the window's share in its mix with a state: it needs both, found "
+            raise ConfigError(Argument("mix"), f"={reason}", *found)
+
+    def _check_layers(self) -> None:
         if self.layers is None:
             return
         if any(layer < 0 for layer in self.layers):

@@ -32,6 +32,7 @@ VALID: list[dict[str, Any]] = [
     {"rule": "delta", "projection_init": "random"},
     {"rule": "delta", "feature_map": "none", "normalize": "unit"},
     {"rule": "gated_delta", "gate_init": "uniform", "feature_map": "elu", "normalize": "sum"},
+    {"rule": "gated", "window": 1, "mix": "token"},
     {"rule": "add", "layers": (0, 3, 5), "positions": "clamp", "feature_map": "rfa", "m": 4},
     {"rule": "local", "window": 1},
     # no positive map is asked for where the divisor alone is summed: the paper tried it (and it diverged)
@@ -54,6 +55,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"window": -1}, r"window must be between 0 and 1,048,576, found -1"),
     ({"window": 10**22}, r"window must be between 0 and 1,048,576, found 10000000000000000000000"),
     ({"rule": "local", "window": 0}, r"window must be at least 1 for the local rule, found 0"),
+    ({"window": 4, "mix": "sum"}, r"mix='sum' is not known; choose one of constant, token"),
+    ({"mix": "token"}, r"mix='token' is the window's share .* needs both, found rule='decay', window=0"),
+    ({"rule": "local", "mix": "token"}, r"mix='token' .* needs both, found rule='local', window=32"),
     ({"train_length": 0}, r"train_length must be between 1 and 2,147,483,648, found 0"),
     ({"train_length": 10**22}, r"train_length must be between 1 and 2,147,483,648, found 1"),
     ({"seed": -1}, r"seed must be between 0 and 2,147,483,648, found -1"),

@@ -4,7 +4,7 @@ Weights are packed once, all buffers are allocated once and keep their addresses
 CUDA graph. Layers get what they share from a `DecodeContext`.
 
 Shapes: tokens, positions [B]   hidden [B,D]   logits [B,V]   state [B,S,d,m]
-        packed [B,P] = q | k | v | gates of the rule | q | k | v of the window
+        packed [B,P] = q | k | v | gates of the rule | q | k | v of the window | mix
         ring buffers for the keys and values of a window of w tokens [B,Hkv,w,d]: token t is at t % w
 """
 
@@ -368,27 +368,29 @@ class DecodeWindow:
         self.y = context.buffer(*self.heads.q.shape[1:])
         self.keys, self.values = (context.buffer(kv_heads, local.window, d) for _ in range(2))
 
-    def step(self, from_rule: Tensor | None = None, window_share: Tensor | None = None) -> Tensor:
+    def step(self, from_rule: Tensor | None = None, mix_logit: Tensor | None = None) -> Tensor:
         """Add the current token to the window and attend to it.
 
         Args:
             from_rule: The rule's output [B,H,d] in a layer that has both.
-            window_share: The window's share of the mixture [H,1]; the rest is the rule's.
+            mix_logit: Logit of the window's share of the mixture, [H] or [B,H]; the rest is the rule's.
 
         Returns:
             y [B,H,d].
         """
         if self.ring is None:
-            return self._attend_with_kernel(from_rule, window_share)
+            return self._attend_with_kernel(from_rule, mix_logit)
         y = self._attend(self.ring)
-        return y if from_rule is None or window_share is None else torch.lerp(from_rule, y, window_share)
+        if from_rule is None or mix_logit is None:
+            return y
+        return torch.lerp(from_rule, y, mix_logit.sigmoid()[..., None])
 
-    def _attend_with_kernel(self, from_rule: Tensor | None, window_share: Tensor | None) -> Tensor:
+    def _attend_with_kernel(self, from_rule: Tensor | None, mix_logit: Tensor | None) -> Tensor:
         heads, plain = self.heads, self.heads.projections.q_norm is None
         q, k = (heads.q, heads.k) if plain else heads.normed_and_rotated()
         arguments = (self.keys, self.values, self.positions, q, k, heads.v, self.y)
         rotary = heads.rotary if plain else None
-        window_kernel(*arguments, rotary, self.softcap, from_rule, window_share, self.overlap)
+        window_kernel(*arguments, rotary, self.softcap, from_rule, mix_logit, self.overlap)
         return self.y
 
     def _attend(self, ring: RingIndex) -> Tensor:
@@ -454,7 +456,11 @@ class DecodeBlock:
         if attention.window is not None:
             kind, source = (DecodeWindow, attention.window) if converted else (DecodeAttention, attention)
             self.window = kind(source, context, self.packed, rule_width, rotary)
-        self.window_share = None if attention.mix is None else attention.mix.logit.detach().sigmoid()[:, None]
+        self.mix_logit: Tensor | None = None
+        if attention.mix is not None:
+            follows_token = attention.mix.from_token is not None
+            logit = attention.mix.logit.detach()
+            self.mix_logit = self.packed[:, -len(logit) :] if follows_token else logit
         self.out_proj = context.linear(*_weight(attention.o_proj))
 
         self._pack_mlp(context, parts, block, config)
@@ -493,7 +499,7 @@ class DecodeBlock:
     def _attend(self) -> Tensor:
         """y [B,H,d] of the rule, of the window, or of both."""
         y = None if self.recurrence is None else self.recurrence.step()
-        y = y if self.window is None else self.window.step(y, self.window_share)
+        y = y if self.window is None else self.window.step(y, self.mix_logit)
         assert y is not None
         return y
 
@@ -542,6 +548,8 @@ def _pack_projections(attention: FastWeightsAttention) -> tuple[Tensor, Tensor |
     if attention.window is not None:
         linears += _qkv_linears(attention.window.projections)
     pairs = [_weight(linear) for linear in linears]
+    if attention.mix is not None and attention.mix.from_token is not None:
+        pairs.append((_weight(attention.mix.from_token)[0], attention.mix.logit.detach()))
     bias = None
     if any(bias is not None for _, bias in pairs):
         bias = torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in pairs])

@@ -27,6 +27,8 @@ from fastweights.utils.files import write_tensors
 
 # Settings that do not change what a state means: how a model was initialized, and what it refuses.
 NOT_IN_LAYOUT = ("positions", "seed", "train_length", "projection_init")
+# Settings that earlier versions did not have, at what those versions did: states of such models still load.
+AS_BEFORE = {"mix": "constant"}
 FILE_KIND = "fastweights-state-1"
 # Metadata of a state file. Files of earlier versions have no checksum.
 KIND, MODEL, CHECKSUM = "kind", "model", "sha256"
@@ -503,7 +505,11 @@ def _checksum(tensors: Mapping[str, Tensor]) -> str:
 
 def layout(model: Any) -> str:
     """A digest of a model's parameters by name and shape, and of the settings that give a state its meaning."""
-    settings = {k: v for k, v in model.config.fastweights.items() if k not in NOT_IN_LAYOUT}
+    settings = {
+        name: value
+        for name, value in model.config.fastweights.items()
+        if name not in NOT_IN_LAYOUT and not (name in AS_BEFORE and value == AS_BEFORE[name])
+    }
     shapes = [(name, list(parameter.shape)) for name, parameter in sorted(model.named_parameters())]
     return hashlib.sha256(json.dumps([settings, shapes], sort_keys=True).encode()).hexdigest()
 

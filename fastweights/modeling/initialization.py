@@ -59,6 +59,8 @@ def initialize(layer: FastWeightsAttention, weights: AttentionWeights) -> None:
             _match_value_size(layer.rule.output_norm, weights)
     if layer.mix is not None:
         layer.mix.logit.fill_(math.log(WINDOW_SHARE / (1 - WINDOW_SHARE)))
+        if layer.mix.from_token is not None:
+            layer.mix.from_token.weight.zero_()
     layer.o_proj.weight.copy_(weights.o_weight)
     if weights.o_bias is not None:
         layer.o_proj.bias.copy_(weights.o_bias)

@@ -190,7 +190,7 @@ def window_kernel(
     rotary: Rotary | None = None,
     softcap: float | None = None,
     rule_output: Tensor | None = None,
-    window_share: Tensor | None = None,
+    mix_logit: Tensor | None = None,
     overlap: bool = False,
 ) -> None:
     """Add a token to a window's ring buffers, in place, and attend to the last w tokens.
@@ -204,7 +204,7 @@ def window_kernel(
         rotary: apply RoPE to queries and keys. None: they are used as they are.
         softcap: cap of the attention logits. None: no cap.
         rule_output: the rule's output [B,H,d], to be mixed with the window's. None: y is the window's output alone.
-        window_share: [H], the share of the window in the mix.
+        mix_logit: [H] or [B,H]; its sigmoid is the window's share in the mix.
         overlap: start before the previous kernel has ended (see `can_overlap`).
     """
     from triton import next_power_of_2
@@ -214,6 +214,7 @@ def window_kernel(
     q, k, v = (x if x[0].is_contiguous() else x.contiguous() for x in (q, k, v))
     (batch, states, width, d), group = keys.shape, q.shape[1] // keys.shape[1]
     cos, sin, pairs = rotary or (y, y, y)
+    mix_logit = y if mix_logit is None else mix_logit
     block_d, block_w = (max(16, next_power_of_2(n)) for n in (d, width))
     with torch.cuda.device_of(y):
         kernel[(batch * states,)](
@@ -227,9 +228,10 @@ def window_kernel(
             sin,
             pairs,
             y if rule_output is None else rule_output.contiguous(),
-            y if window_share is None else window_share,
+            mix_logit,
             y,
             *(x.stride(0) for x in (q, k, v, cos)),
+            mix_logit.stride(0) if mix_logit.ndim == 2 else 0,
             STATES=states,
             GROUP=group,
             D=d,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from helpers.tiny import CONFIGS, pretrained, tokens
 from transformers import DynamicCache
 
 import fastweights as fw
-from fastweights.modeling.cache import StateError
+from fastweights.modeling.cache import AS_BEFORE, StateError
 
 GREEDY = dict(do_sample=False, pad_token_id=0)
 VARIANTS = [
@@ -204,6 +205,25 @@ def test_saved_state_loads_only_with_its_own_model(tmp_path: Path) -> None:
     for stranger in (other, converted(rule="gated", m=6), converted("qwen2")):
         with pytest.raises(StateError, match="belongs to another model"):
             fw.FastWeightsCache.load(tmp_path / "s", stranger)
+
+
+def test_checkpoints_and_states_from_before_a_setting_still_load(tmp_path: Path) -> None:
+    """A model whose config.json does not name the newer settings, and a state that was saved with it."""
+    new, ids = converted(m=6, window=3), tokens(1, 5)
+    new.save_pretrained(tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    config = json.loads(path.read_text())
+    for name in AS_BEFORE:
+        del config["fastweights"][name]
+    path.write_text(json.dumps(config))
+    old = fw.load(tmp_path / "model")
+    with torch.no_grad():
+        assert torch.equal(old(ids).logits, new(ids).logits)
+        old(ids, use_cache=True).past_key_values.save(tmp_path / "state", old)
+    for model in (old, new):
+        assert int(fw.FastWeightsCache.load(tmp_path / "state", model).seen) == 5
+    with pytest.raises(StateError, match="belongs to another model"):
+        fw.FastWeightsCache.load(tmp_path / "state", converted(m=6, window=3, mix="token"))
 
 
 def test_unsupported_uses_of_a_state_are_refused_with_the_reason() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.relative_error import assert_close
-from helpers.tiny import CONFIGS, config_of, pretrained, tokens
+from helpers.tiny import CONFIGS, config_of, depend_on_input, pretrained, tokens
 from torch import Tensor
 
 import fastweights as fw
@@ -261,3 +261,14 @@ def test_no_overflow_in_bfloat16_after_conversion(family: str, settings: dict[st
     assert torch.isfinite(loss)
     for name, parameter in model.named_parameters():
         assert torch.isfinite(parameter.grad).all(), name
+
+
+def test_a_share_from_the_token_starts_as_the_constant_one() -> None:
+    constant, token = (
+        fw.convert(pretrained("llama"), fw.FastWeightsConfig(m=6, window=3, mix=mix)).eval()
+        for mix in ("constant", "token")
+    )
+    ids = tokens(2, 9)
+    assert torch.equal(token(ids).logits, constant(ids).logits)
+    depend_on_input(token)
+    assert not torch.allclose(token(ids).logits, constant(ids).logits)

@@ -19,7 +19,7 @@ import pytest
 import torch
 from helpers.pairwise import pairs_of, pairwise_cover
 from helpers.relative_error import assert_close
-from helpers.tiny import CONFIGS, VOCAB, pretrained, tokens
+from helpers.tiny import CONFIGS, VOCAB, depend_on_input, pretrained, tokens
 from torch import Tensor
 
 import fastweights as fw
@@ -36,7 +36,7 @@ M = 6
 OPTIONS = [
     dict(rule="decay", m=M, window=4, output_norm=True),
     dict(rule="decay", m=M, rotary="drop", state_heads="kv", gate_init="log"),
-    dict(rule="gated", m=11, state_heads="kv", window=1),
+    dict(rule="gated", m=11, state_heads="kv", window=1, mix="token"),
     dict(rule="delta", m=1, state_heads="kv", window=5),
     dict(rule="gated_delta", m=M, window=4, output_norm=True),
     dict(rule="gated_delta", m=11, rotary="drop", state_heads="kv", gate_init="uniform"),
@@ -63,7 +63,7 @@ def _defined() -> list[dict[str, Any]]:
 DEFINED = _defined()
 BEAM_SETTINGS = [
     dict(rule="decay", m=M),
-    dict(rule="gated", m=M, window=3),
+    dict(rule="gated", m=M, window=3, mix="token"),
     dict(rule="delta", m=M),
     dict(rule="gated_delta", m=M, window=3),
     dict(rule="add", m=M, feature_map="elu", normalize="attention"),
@@ -95,7 +95,7 @@ def _model(settings: dict[str, Any], case: dict[str, Any]) -> Any:
     retained = zlib.crc32(str(case).encode()) % 2  # in a hybrid: the first layer or the second
     layers = (1 - retained,) if case["hybrid"] else None
     model = fw.convert(pretrained(case["family"]), fw.FastWeightsConfig(layers=layers, **settings))
-    _make_gates_depend_on_input(model)
+    depend_on_input(model)
     _keep_delta_stable(model, settings)
     return model
 
@@ -127,14 +127,6 @@ def test_beam_search_with_cache_matches_without(case: dict[str, Any]) -> None:
     for index, row in enumerate(rows):
         expected = model.generate(row, use_cache=False, **options)[:, row.shape[1] :]
         assert generated[index].tolist() == expected[0].tolist(), f"beams of row {index}"
-
-
-def _make_gates_depend_on_input(model: Any) -> None:
-    """Gates start independent of the token; make them depend on it."""
-    generator = torch.Generator().manual_seed(3)
-    for name, parameter in model.named_parameters():
-        if ".gates." in name and name.endswith("weight"):
-            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 Shapes: state [B,S,d,m], or [B,S,d+1,m] with a normalizer   q [B,G*S,m]   k [B,S,m]   v [B,S,d]   gates [B,S,.]
         cos, sin [B,R]   pairs [S,P]   scale [S,m]   keys, values [B,S,w,d]
-        y, rule_output [B,G*S,d]   window_share [G*S]
+        y, rule_output [B,G*S,d]   mix_logit [G*S] or [B,G*S]
 
 OVERLAP: programmatic dependent launch, as in decode_linear.py. Importing this module needs triton.
 """
@@ -173,12 +173,13 @@ def window_kernel(
     sin,
     pairs,
     rule_output,
-    window_share,
+    mix_logit,
     y,
     q_stride,
     k_stride,
     v_stride,
     angle_stride,
+    mix_stride,
     STATES: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
@@ -196,7 +197,8 @@ def window_kernel(
     """Add one token to a window's ring buffers and attend to the tokens they hold.
 
     Grid: (B*S,). One program loads the ring buffers of one key-value head (keys and values [w,d]) and handles all
-    queries of its group, so the buffers are read once. MIXED: y = rule_output + window_share * (window - rule_output).
+    queries of its group, so the buffers are read once. MIXED: y = rule_output + share * (window - rule_output), with
+    share = sigmoid(mix_logit).
     """
     batch = tl.program_id(0) // STATES
     head = tl.program_id(0) % STATES
@@ -241,6 +243,8 @@ def window_kernel(
     at += batch * (STATES * GROUP * D)
     if MIXED:
         from_rule = tl.load(rule_output + at, heads, 0.0).to(tl.float32)
-        share = tl.load(window_share + query_head, g < GROUP, 0.0).to(tl.float32)[:, None]
+        logit = tl.load(mix_logit + batch * mix_stride + query_head, g < GROUP, 0.0).to(tl.float32)
+        # Rounded as the layer rounds it.
+        share = cast_rounded(tl.sigmoid(logit), y.dtype.element_ty).to(tl.float32)[:, None]
         near = from_rule + share * (near - from_rule)
     tl.store(y + at, cast_rounded(near, y.dtype.element_ty), heads)

@@ -14,6 +14,7 @@ from helpers.gpu_compilation import run_compiling
 from helpers.relative_error import assert_close
 from helpers.tiny import tokens
 from torch import Tensor
+from torch.nn import functional as F
 
 from fastweights.decode.engine import prefill
 from fastweights.decode.model import DecodeModel
@@ -49,7 +50,7 @@ def case(size: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
 
 
 def truth(
-    x: dict[str, Any], softcap: float | None, rule_output: Tensor | None, share: Tensor | None
+    x: dict[str, Any], softcap: float | None, rule_output: Tensor | None, mix_logit: Tensor | None
 ) -> dict[str, Tensor]:
     dtype, (S, w) = x["keys"].dtype, x["keys"].shape[1:3]
     keys, values, q, k, v = (x[name].double() for name in ("keys", "values", "q", "k", "v"))
@@ -66,30 +67,31 @@ def truth(
             if softcap is not None:
                 logits = softcap * torch.tanh(logits / softcap)
             y[b, head] = logits.softmax(0) @ values[b, ring, :count]
-    if rule_output is not None and share is not None:
-        y = torch.lerp(rule_output.double(), y, share.double())
+    if rule_output is not None and mix_logit is not None:
+        y = torch.lerp(rule_output.double(), y, mix_logit.double().sigmoid()[..., None])
     return dict(y=y, keys=keys, values=values)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES, ids=str)
 @pytest.mark.parametrize("softcap", [None, 0.7])
-@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("mix", ["none", "constant", "token"])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_window_step_matches_float64(
-    size: tuple[int, ...], mixed: bool, softcap: float | None, dtype: torch.dtype, tolerance: float
+    size: tuple[int, ...], mix: str, softcap: float | None, dtype: torch.dtype, tolerance: float
 ) -> None:
     x, heads = case(size, dtype), size[1] * size[2]
-    rule_output = randn(size[0], heads, size[3], seed=7).to(dtype) if mixed else None
-    share = randn(heads, 1, seed=8).sigmoid().to(dtype) if mixed else None
-    expected = truth(x, softcap, rule_output, share)
+    rule_output = None if mix == "none" else randn(size[0], heads, size[3], seed=7).to(dtype)
+    logits = F.pad(randn(size[0], heads, seed=8), (1, 1), value=math.nan).to(dtype).to(DEVICE)[:, 1:-1]
+    mix_logit = {"none": None, "constant": logits[0], "token": logits}[mix]
+    expected = truth(x, softcap, rule_output, None if mix_logit is None else mix_logit.cpu())
     rotary = Rotary(*(t.to(DEVICE) for t in x.pop("rotary"))) if "rotary" in x else None
     x = {name: tensor.to(DEVICE) for name, tensor in x.items()}
     packed = torch.cat([x[name].flatten(1) for name in ("q", "k", "v")], dim=1)  # as views of one buffer
     q, k, v = packed.split([x[name][0].numel() for name in ("q", "k", "v")], dim=1)
     views = (q.unflatten(1, (heads, -1)), k.unflatten(1, (size[1], -1)), v.unflatten(1, (size[1], -1)))
     y = torch.full_like(x["q"], math.nan)
-    mix = [None if t is None else t.to(DEVICE) for t in (rule_output, share)]
-    window_kernel(x["keys"], x["values"], x["positions"], *views, y, rotary, softcap, *mix)
+    rule_output = None if rule_output is None else rule_output.to(DEVICE)
+    window_kernel(x["keys"], x["values"], x["positions"], *views, y, rotary, softcap, rule_output, mix_logit)
     assert_close("y", y.cpu(), expected["y"], tolerance)
     for name in ("keys", "values"):
         there = ~expected[name].isnan()
@@ -105,7 +107,9 @@ def test_window_kernel_needs_a_window_that_fits(monkeypatch: pytest.MonkeyPatch)
     assert has_window_kernel(128, 64, device) and not has_window_kernel(129, 64, device)
 
 
-@pytest.mark.parametrize("settings", [dict(window=3), dict(rule="local", window=5), dict(layers=(0,))], ids=str)
+@pytest.mark.parametrize(
+    "settings", [dict(window=3, mix="token"), dict(rule="local", window=5), dict(layers=(0,))], ids=str
+)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma2"])
 def test_decode_model_with_window_kernels_matches_the_model(family: str, settings: dict[str, Any]) -> None:
     model = converted(family, **{"m": 6} | settings if settings.get("rule") != "local" else settings).to(DEVICE)
