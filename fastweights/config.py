@@ -75,6 +75,12 @@ class FastWeightsConfig:
         ge=0,
         le=LARGEST_WINDOW,
     )
+    sinks: int = setting(
+        0,
+        "First tokens of each document that the window sees at any distance; fewer than window.",
+        ge=0,
+        le=LARGEST_WINDOW,
+    )
     mix: str = setting(
         "constant",
         "The window's share in its mix with the state: constant (a number for each head), or token (for each head and "
@@ -123,6 +129,12 @@ class FastWeightsConfig:
     def _check_window(self) -> None:
         if self.rule == LOCAL and self.window == 0:
             raise ConfigError(Argument("window"), " must be at least 1 for the local rule, found 0")
+        if self.sinks and self.sinks >= int(self.window or 0):
+            reason = "sinks are the first tokens that a window of the last ones sees, too"
+            found = (Argument("sinks"), f"={self.sinks}, ", Argument("window"), f"={self.window}")
+            raise ConfigError(
+                Argument("sinks"), " must be fewer than ", Argument("window"), ", found ", *found, f": {reason}"
+            )
         if self.mix == "token" and (self.rule == LOCAL or not self.window):
             found = (Argument("rule"), f"={self.rule!r}, ", Argument("window"), f"={self.window}")
             reason = "'token' is the window's share in its mix with a state: it needs both, found "

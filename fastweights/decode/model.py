@@ -5,7 +5,8 @@ CUDA graph. Layers get what they share from a `DecodeContext`.
 
 Shapes: tokens, positions [B]   hidden [B,D]   logits [B,V]   state [B,S,d,m]
         packed [B,P] = q | k | v | gates of the rule | q | k | v of the window | mix
-        ring buffers for the keys and values of a window of w tokens [B,Hkv,w,d]: token t is at t % w
+        ring buffers for the keys and values of a window of w tokens [B,Hkv,w,d]: token t is at t % w;
+        with n sinks [B,Hkv,n+w,d]: the first n tokens stay at their places, and t >= n is at n + (t - n) % w
 """
 
 from __future__ import annotations
@@ -202,7 +203,7 @@ class DecodeContext:
     dtype: torch.dtype
     kernels: bool
     max_length: int | None
-    rings: dict[tuple[int, int], RingIndex] = field(default_factory=dict)
+    rings: dict[tuple[int, int, int], RingIndex] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.batch_size, self.device = len(self.positions), self.positions.device
@@ -217,11 +218,11 @@ class DecodeContext:
         options |= dict(kernel=self.kernels, overlap=self.overlap, workspace=self.workspace)
         return FusedLinear(weight, bias, norm, **options)
 
-    def ring(self, width: int, heads: int) -> RingIndex:
+    def ring(self, width: int, heads: int, sinks: int) -> RingIndex:
         """The index that all layers with ring buffers of this shape share."""
-        if (width, heads) not in self.rings:
-            self.rings[width, heads] = RingIndex(width, heads, self.positions)
-        return self.rings[width, heads]
+        if (width, heads, sinks) not in self.rings:
+            self.rings[width, heads, sinks] = RingIndex(width, heads, sinks, self.positions)
+        return self.rings[width, heads, sinks]
 
 
 class RotaryEmbedding:
@@ -247,20 +248,27 @@ class RotaryEmbedding:
             self.sin.mul_(self.scaling)
 
 
+def ring_place(token: Tensor, width: int, sinks: int) -> Tensor:
+    """The place of a token in a ring buffer of this width, whose first places belong to the sinks. Tokens before the
+    first one, which do not exist, get places that are still empty."""
+    return torch.where(token < sinks, token % width, sinks + (token - sinks) % (width - sinks))
+
+
 class RingIndex:
-    """Where in ring buffers of this width each slot's token is written, and which places are still empty.
+    """Where in ring buffers of this width (sinks included) each slot's token is written, and which places are still
+    empty.
 
     Only for attention in torch: the kernel computes this from the positions."""
 
-    def __init__(self, width: int, heads: int, positions: Tensor) -> None:
-        self.width, batch, device = width, len(positions), positions.device
+    def __init__(self, width: int, heads: int, sinks: int, positions: Tensor) -> None:
+        self.width, self.sinks, batch, device = width, sinks, len(positions), positions.device
         self.offsets = (torch.arange(batch * heads, device=device) * width).view(batch, heads)
         self.places = torch.arange(width, device=device)
         self.place, self.rows = torch.zeros_like(positions), torch.zeros_like(self.offsets)
         self.empty = torch.zeros(batch, width, dtype=torch.bool, device=device)
 
     def update(self, positions: Tensor) -> None:
-        torch.remainder(positions, self.width, out=self.place)
+        self.place.copy_(ring_place(positions, self.width, self.sinks))
         torch.add(self.offsets, self.place[:, None], out=self.rows)
         torch.gt(self.places, positions[:, None], out=self.empty)
 
@@ -350,7 +358,7 @@ class DecodeRecurrence:
 
 
 class DecodeWindow:
-    """Softmax attention to the last w tokens, whose keys and values are in ring buffers."""
+    """Softmax attention to the first n and the last w tokens, whose keys and values are in ring buffers."""
 
     def __init__(
         self,
@@ -361,12 +369,13 @@ class DecodeWindow:
         rotary: RotaryEmbedding | None,
     ) -> None:
         self.heads, self.softcap = PackedHeads(local.projections, packed, start, rotary), local.softcap
-        self.positions, self.overlap, self.width = context.positions, context.overlap, local.window
+        self.positions, self.overlap = context.positions, context.overlap
+        self.width, self.sinks = local.sinks + local.window, local.sinks
         _, kv_heads, d = self.heads.v.shape
-        self.fused = context.kernels and has_window_kernel(local.window, d, context.device)
-        self.ring = None if self.fused else context.ring(local.window, kv_heads)
+        self.fused = context.kernels and has_window_kernel(self.width, d, context.device)
+        self.ring = None if self.fused else context.ring(self.width, kv_heads, self.sinks)
         self.y = context.buffer(*self.heads.q.shape[1:])
-        self.keys, self.values = (context.buffer(kv_heads, local.window, d) for _ in range(2))
+        self.keys, self.values = (context.buffer(kv_heads, self.width, d) for _ in range(2))
 
     def step(self, from_rule: Tensor | None = None, mix_logit: Tensor | None = None) -> Tensor:
         """Add the current token to the window and attend to it.
@@ -390,7 +399,7 @@ class DecodeWindow:
         q, k = (heads.q, heads.k) if plain else heads.normed_and_rotated()
         arguments = (self.keys, self.values, self.positions, q, k, heads.v, self.y)
         rotary = heads.rotary if plain else None
-        window_kernel(*arguments, rotary, self.softcap, from_rule, mix_logit, self.overlap)
+        window_kernel(*arguments, rotary, self.softcap, from_rule, mix_logit, self.sinks, self.overlap)
         return self.y
 
     def _attend(self, ring: RingIndex) -> Tensor:
@@ -409,9 +418,12 @@ class DecodeWindow:
         self._write(slot, past.k[0].transpose(0, 1), past.v[0].transpose(0, 1), lengths)
 
     def _write(self, slot: int, keys: Tensor, values: Tensor, lengths: Tensor) -> None:
-        """Keys and values [Hkv,n,d] of the last n tokens of a sequence of `lengths` [1] tokens."""
+        """Keys and values [Hkv,N,d] of the first n and then the last tokens of a sequence of `lengths` [1] tokens; of
+        the last N if it is no longer than that."""
         count = keys.shape[1]
-        places = (lengths - count + torch.arange(count, device=lengths.device)) % self.width
+        index = torch.arange(count, device=lengths.device)
+        is_sink = (index < self.sinks) & (lengths > count)
+        places = ring_place(torch.where(is_sink, index, lengths - count + index), self.width, self.sinks)
         self.keys[slot].index_copy_(1, places, keys)
         self.values[slot].index_copy_(1, places, values)
 

@@ -22,13 +22,14 @@ from fastweights.config import FastWeightsConfig
 from fastweights.modeling.families import family_of
 from fastweights.modeling.layer import FastWeightsAttention
 from fastweights.modeling.state_file import StateError, check_state_file
+from fastweights.modeling.window import cached_tokens
 from fastweights.utils.errors import Argument
 from fastweights.utils.files import write_tensors
 
 # Settings that do not change what a state means: how a model was initialized, and what it refuses.
 NOT_IN_LAYOUT = ("positions", "seed", "train_length", "projection_init")
 # Settings that earlier versions did not have, at what those versions did: states of such models still load.
-AS_BEFORE = {"mix": "constant"}
+AS_BEFORE = {"mix": "constant", "sinks": 0}
 FILE_KIND = "fastweights-state-1"
 # Metadata of a state file. Files of earlier versions have no checksum.
 KIND, MODEL, CHECKSUM = "kind", "model", "sha256"
@@ -466,7 +467,7 @@ def _state_tensors(attention: FastWeightsAttention, batch: int) -> dict[str, Exp
         states = attention.rule.projections.states
         tensors["state"] = (FLOATS, (batch, states, shape.head_dim + config.normalizes_attention, config.m))
     if attention.window is not None:
-        cached = attention.window.window - 1
+        cached = cached_tokens(attention.window.window, attention.window.sinks)
         tensors |= dict.fromkeys(("k", "v"), (FLOATS, (batch, cached, shape.kv_heads, shape.head_dim)))
         tensors["mask"] = (("BOOL",), (batch, cached))
     return tensors

@@ -176,17 +176,17 @@ class Projections(nn.Module):
 
 
 class LocalAttention(nn.Module):
-    """The pretrained attention, limited to a window."""
+    """The pretrained attention, limited to a window and to the first tokens of a document (sinks)."""
 
-    def __init__(self, shape: AttentionShape, window: int) -> None:
+    def __init__(self, shape: AttentionShape, window: int, sinks: int) -> None:
         super().__init__()
-        self.window, self.softcap = window, shape.softcap
+        self.window, self.sinks, self.softcap = window, sinks, shape.softcap
         self.projections = Projections(shape, shape.kv_heads, shape.head_dim, shape.rotary_dim // 2)
 
     def forward(self, x: Tensor, rotary: Any, info: SequenceInfo, layer_cache: Any) -> Tensor:
         q, k, v = self.projections(x, rotary)
         past = None if layer_cache is None else layer_cache.get_all(WindowCache)
-        y, past = local_attention(q, k, v, self.window, past, info.mask, info.reset, self.softcap)
+        y, past = local_attention(q, k, v, self.window, past, info.mask, info.reset, self.softcap, self.sinks)
         if layer_cache is not None:
             layer_cache.put_all(past)
         return y
@@ -281,7 +281,7 @@ class FastWeightsAttention(nn.Module):
         super().__init__()
         self.shape, self.config, self.layer_idx = shape, config, layer_index
         self.rule = None if config.rule == LOCAL else RecurrentAttention(shape, config)
-        self.window = LocalAttention(shape, shape.window(config)) if config.window else None
+        self.window = LocalAttention(shape, shape.window(config), config.sinks) if config.window else None
         self.mix: OutputMix | None = None
         if self.rule is not None and self.window is not None:
             self.mix = OutputMix(shape.heads, shape.width if config.mix == "token" else None)

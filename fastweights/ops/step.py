@@ -172,7 +172,7 @@ WINDOW_TILE, WINDOW_BYTES = 2**14, 9
 
 
 def has_window_kernel(width: int, d: int, device: torch.device) -> bool:
-    """Whether a window of `width` tokens and heads of d fit into one program on this device."""
+    """Whether ring buffers of `width` tokens and heads of d fit into one program on this device."""
     from triton import next_power_of_2
 
     tile = max(16, next_power_of_2(width)) * max(16, next_power_of_2(d))
@@ -191,12 +191,14 @@ def window_kernel(
     softcap: float | None = None,
     rule_output: Tensor | None = None,
     mix_logit: Tensor | None = None,
+    sinks: int = 0,
     overlap: bool = False,
 ) -> None:
-    """Add a token to a window's ring buffers, in place, and attend to the last w tokens.
+    """Add a token to a window's ring buffers, in place, and attend to the last w tokens and to the first n.
 
     Args:
-        keys, values: ring buffers [B,S,w,d]; the new token is written at positions modulo w.
+        keys, values: ring buffers [B,S,n+w,d]. The first n tokens stay at their places; a later token is written at
+            n + (positions - n) modulo w.
         positions: [B], the number of tokens seen before this one.
         q: queries [B,H,d].
         k, v: the new token's key and value [B,S,d].
@@ -205,6 +207,7 @@ def window_kernel(
         softcap: cap of the attention logits. None: no cap.
         rule_output: the rule's output [B,H,d], to be mixed with the window's. None: y is the window's output alone.
         mix_logit: [H] or [B,H]; its sigmoid is the window's share in the mix.
+        sinks: n.
         overlap: start before the previous kernel has ended (see `can_overlap`).
     """
     from triton import next_power_of_2
@@ -236,6 +239,7 @@ def window_kernel(
             GROUP=group,
             D=d,
             WIDTH=width,
+            SINKS=sinks,
             ROTARY_PAIRS=0 if rotary is None else pairs.shape[1],
             SOFTCAP=softcap or 0.0,
             MIXED=rule_output is not None,

@@ -79,6 +79,12 @@ UNDEFINED: dict[str, tuple[dict[str, Any], list[Any], str]] = {
         ["--rule", "local", "--feature-map", "relu"],
         "local attention is a softmax over its window",
     ),
+    "sinks that fill the window": (
+        dict(window=4, sinks=4),
+        ["--window", 4, "--sinks", 4],
+        "the first tokens that a window of the last ones sees, too",
+    ),
+    "a share of no window": (dict(mix="token"), ["--mix", "token"], "it needs both"),
     "a layer twice": (dict(layers=(1, 1)), ["--layers", "1,1"], "each only once"),
 }
 

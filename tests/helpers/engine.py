@@ -11,7 +11,7 @@ from helpers.tiny import depend_on_input, pretrained, tokens
 
 SETTINGS = [
     dict(rule="decay", m=6),
-    dict(rule="decay", m=6, gate_init="log", window=5, state_heads="kv", mix="token"),
+    dict(rule="decay", m=6, gate_init="log", window=5, sinks=2, state_heads="kv", mix="token"),
     dict(rule="delta", m=6, rotary="drop"),
     dict(rule="gated_delta", m=6, window=3),
     dict(rule="add", m=6, feature_map="elu", normalize="attention", output_norm=True),

@@ -19,7 +19,7 @@ from fastweights.modeling.cache import AS_BEFORE, StateError
 GREEDY = dict(do_sample=False, pad_token_id=0)
 VARIANTS = [
     dict(rule="decay", m=6),
-    dict(rule="delta", m=6, window=3),
+    dict(rule="delta", m=6, window=3, sinks=2),
     dict(rule="local"),
     dict(m=4, layers=(0,)),
     dict(rule="gated_delta", m=6, window=3),
@@ -222,8 +222,9 @@ def test_checkpoints_and_states_from_before_a_setting_still_load(tmp_path: Path)
         old(ids, use_cache=True).past_key_values.save(tmp_path / "state", old)
     for model in (old, new):
         assert int(fw.FastWeightsCache.load(tmp_path / "state", model).seen) == 5
-    with pytest.raises(StateError, match="belongs to another model"):
-        fw.FastWeightsCache.load(tmp_path / "state", converted(m=6, window=3, mix="token"))
+    for other in (dict(mix="token"), dict(sinks=2)):
+        with pytest.raises(StateError, match="belongs to another model"):
+            fw.FastWeightsCache.load(tmp_path / "state", converted(m=6, window=3, **other))
 
 
 def test_unsupported_uses_of_a_state_are_refused_with_the_reason() -> None:

@@ -34,7 +34,7 @@ M = 6
 
 
 OPTIONS = [
-    dict(rule="decay", m=M, window=4, output_norm=True),
+    dict(rule="decay", m=M, window=4, sinks=3, output_norm=True),
     dict(rule="decay", m=M, rotary="drop", state_heads="kv", gate_init="log"),
     dict(rule="gated", m=11, state_heads="kv", window=1, mix="token"),
     dict(rule="delta", m=1, state_heads="kv", window=5),
@@ -43,6 +43,7 @@ OPTIONS = [
     dict(rule="add", m=M, state_heads="kv", output_norm=True),
     dict(rule="local", window=1),
     dict(rule="local", window=50),
+    dict(rule="local", window=6, sinks=2),
 ]
 PLACES = [dict(family=family, hybrid=hybrid) for family in CONFIGS for hybrid in (False, True)]
 
@@ -67,7 +68,7 @@ BEAM_SETTINGS = [
     dict(rule="delta", m=M),
     dict(rule="gated_delta", m=M, window=3),
     dict(rule="add", m=M, feature_map="elu", normalize="attention"),
-    dict(rule="local", window=5),
+    dict(rule="local", window=5, sinks=2),
 ]
 
 
@@ -233,7 +234,7 @@ def test_product_has_every_combination_the_config_accepts() -> None:
     by_rule = {rule: sum(settings["rule"] == rule for settings in DEFINED) for rule in RULES}
     assert by_rule == {"decay": 6, "gated": 20, "delta": 26, "gated_delta": 16, "add": 20, "local": 1}
     assert len(CONFIGS) == 9 and VOCAB > 2
-    assert {name: len(matrix) for name, matrix in MATRICES.items()} == {"settings": 1602, "options": 162, "beams": 108}
+    assert {name: len(matrix) for name, matrix in MATRICES.items()} == {"settings": 1602, "options": 180, "beams": 108}
 
 
 @pytest.mark.parametrize("matrix", MATRICES)

@@ -98,6 +98,13 @@ MUTATIONS = [
         ("modeling/test_window.py",),
     ),
     Mutation(
+        "a sink that is in the window counts twice",
+        "window",
+        r"< gone\[",
+        "<= gone[",
+        ("modeling/test_window.py",),
+    ),
+    Mutation(
         "the window drops the softcap",
         "window",
         r"logits = softcap \* torch\.tanh\(logits / softcap\)",

@@ -1,7 +1,7 @@
 """Triton kernels of one decoding step: the update of a rule's state, and attention to a window.
 
 Shapes: state [B,S,d,m], or [B,S,d+1,m] with a normalizer   q [B,G*S,m]   k [B,S,m]   v [B,S,d]   gates [B,S,.]
-        cos, sin [B,R]   pairs [S,P]   scale [S,m]   keys, values [B,S,w,d]
+        cos, sin [B,R]   pairs [S,P]   scale [S,m]   keys, values [B,S,n+w,d]
         y, rule_output [B,G*S,d]   mix_logit [G*S] or [B,G*S]
 
 OVERLAP: programmatic dependent launch, as in decode_linear.py. Importing this module needs triton.
@@ -184,6 +184,7 @@ def window_kernel(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
+    SINKS: tl.constexpr,
     ROTARY_PAIRS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     MIXED: tl.constexpr,
@@ -196,7 +197,7 @@ def window_kernel(
 ):
     """Add one token to a window's ring buffers and attend to the tokens they hold.
 
-    Grid: (B*S,). One program loads the ring buffers of one key-value head (keys and values [w,d]) and handles all
+    Grid: (B*S,). One program loads the ring buffers of one key-value head (keys and values [n+w,d]) and handles all
     queries of its group, so the buffers are read once. MIXED: y = rule_output + share * (window - rule_output), with
     share = sigmoid(mix_logit).
     """
@@ -207,7 +208,7 @@ def window_kernel(
     g = tl.arange(0, BLOCK_G)
     ring = tl.program_id(0).to(tl.int64) * (WIDTH * D)
     position = tl.load(positions + batch)
-    slot = (position % WIDTH).to(tl.int32)
+    slot = tl.where(position < SINKS, position, SINKS + (position - SINKS) % (WIDTH - SINKS)).to(tl.int32)
     # Slots fill up in order, so until the ring is full only those up to the position hold a token.
     valid = (w < WIDTH) & (w <= position)
     at = w[:, None] * D + i[None, :]
