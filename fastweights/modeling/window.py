@@ -70,7 +70,9 @@ def local_attention(
     if mask is not None:
         order_with_past = seen.int().argsort(dim=1, stable=True)
         keys, values, seen, document = (_reorder(x, order_with_past) for x in (keys, values, seen, document))
-    y = _banded_softmax(q, keys, values, seen, document, window, softcap, sinks)
+    # To a single token, the cached sinks are only more of its window.
+    near, far = (window + sinks, 0) if q.shape[1] == 1 else (window, sinks)
+    y = _banded_softmax(q, keys, values, seen, document, near, softcap, far)
     if mask is not None:
         y = _reorder(y, order.argsort(dim=1)).masked_fill(~mask[..., None, None], 0)
     if reset is not None:
@@ -128,7 +130,7 @@ def _banded_softmax(
         sink_keys, sink_values = (_entries(x, first, sinks).unflatten(1, (-1, sinks)) for x in (keys, values))
         # Query i is entry n + w - 1 + i, and the last entry before its window n - 1 + i.
         gone = torch.arange(length, device=q.device) + sinks - start
-        gone = F.pad(gone * seen[:, -length:], (0, missing)).unflatten(1, (-1, block))
+        gone = F.pad(gone, (0, missing)).unflatten(1, (-1, block))
         far = torch.arange(sinks, device=q.device) < gone[..., None]
     keys, values, seen, document = (x[:, sinks:] for x in (keys, values, seen, document))
     keys, values = _spans(keys, window, missing, sink_keys), _spans(values, window, missing, sink_values)
