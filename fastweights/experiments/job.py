@@ -11,7 +11,6 @@ A comparison's folder:
 
 from __future__ import annotations
 
-import fcntl
 import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,7 +30,7 @@ from fastweights.training import checkpoint as saved
 from fastweights.training.recipe import Recipe
 from fastweights.training.trainer import VALIDATION_BATCH_TOKENS, TrainConfig
 from fastweights.utils.errors import Argument
-from fastweights.utils.files import absolute, make_folder, write_json
+from fastweights.utils.files import FileLock, LockedError, absolute, make_folder, write_json
 
 MOST_CHANGES = 4
 
@@ -65,6 +64,7 @@ class Job:
         self.started, self.log = self.folder / "begun.json", self.folder / "log.txt"
         self.converted, self.training = self.folder / "converted", self.folder / "training"
         self.result = result_file(setup.folder, self.name)
+        self.lock = FileLock(self.folder / "process")
         self.config = TrainConfig(
             setup.model, setup.data, variant.recipe, None, setup.validation, limit=setup.limit, device=setup.device
         )
@@ -73,11 +73,9 @@ class Job:
         """Lock the run; False if another process holds it. A training process inherits the lock, so that nobody
         resumes the run beside it after the comparison was killed."""
         make_folder(self.folder)
-        self.lock = (self.folder / "process").open("a+")
         try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.lock.close()
+            self.lock.acquire()
+        except LockedError:
             return False
         return True
 

@@ -34,7 +34,7 @@ from fastweights.training import checkpoint as saved
 from fastweights.training.checks import check_lengths
 from fastweights.training.trainer import perplexity_from_loss
 from fastweights.utils.errors import Argument, Stopped, error_context
-from fastweights.utils.files import make_folder
+from fastweights.utils.files import FileLock, make_folder
 from fastweights.utils.progress import RunsDisplay
 from fastweights.utils.signals import StopNow, stop_signals
 
@@ -72,7 +72,7 @@ def name_tests(sources: Sequence[str]) -> dict[str, str]:
     return {name if names.count(name) == 1 else source: source for name, source in zip(names, sources, strict=True)}
 
 
-def launch(arguments: Sequence[str], log: TextIO, lock: TextIO, threads: int) -> subprocess.Popen:
+def launch(arguments: Sequence[str], log: TextIO, lock: FileLock, threads: int) -> subprocess.Popen:
     """Start `fastweights ARGUMENTS`. It does not get the terminal's Ctrl-C, and it inherits the lock of its run."""
     return subprocess.Popen(
         [sys.executable, "-m", "fastweights", *arguments],
@@ -223,8 +223,7 @@ class _Runner:
         arguments = ["train", "--resume", str(job.training), "--parent", str(os.getpid())]
         with job.log.open("a") as log:
             process = launch(arguments, log, job.lock, threads=max(1, torch.get_num_threads() // self.at_once))
-        job.lock.truncate(0)
-        print(process.pid, end="", file=job.lock, flush=True)
+        job.lock.name_holder(process.pid)
         return process
 
     def _poll(self, job: Job) -> None:
@@ -245,7 +244,7 @@ class _Runner:
 
     def _end(self, job: Job, reason: str) -> None:
         torch.cuda.empty_cache()  # the next run may need what the tests took
-        job.lock.close()
+        job.lock.release()
         if not reason:
             self.display.end(job.name, describe(job.read_result()))
         elif self.stop_signal:

@@ -226,6 +226,17 @@ def test_a_resumed_run_gets_the_memory_share_of_now(files: Files, tmp_path: Path
     assert json.loads((job.training / checkpoint.RUN).read_text())["memory_share"] == 0.25
 
 
+def test_lock_of_a_run_is_not_written_through_a_link(files: Files, tmp_path: Path) -> None:
+    setup = Setup(tmp_path, str(files.base), str(files.data), str(files.validation), device="cpu")
+    job = Job(setup, Variant("one", "one", make_recipe(FINETUNE)))
+    job.folder.mkdir(parents=True)
+    (tmp_path / "other").write_text("x")
+    (job.folder / "process").symlink_to(tmp_path / "other")
+    with pytest.raises(OSError, match="symbolic links"):
+        job.acquire()
+    assert (tmp_path / "other").read_text() == "x"
+
+
 def test_second_sigterm_does_not_kill_runs() -> None:
     """A process group and its parent may both be sent one."""
     received: list[int] = []
