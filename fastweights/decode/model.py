@@ -31,6 +31,7 @@ from fastweights.modeling.layer import (
     apply_rotary,
 )
 from fastweights.modeling.modes import evaluating
+from fastweights.modeling.positions import clamp_positions
 from fastweights.modeling.window import WindowCache
 from fastweights.ops.linear import FusedLinear, Norm, NormSums, SplitKWorkspace
 from fastweights.ops.step import (
@@ -84,10 +85,7 @@ class ForwardDecodeModel:
 
     def step(self) -> Tensor:
         """Feed `tokens` to the model and return the logits [B,V] of the next ones."""
-        positions = self.positions[:, None]
-        limit = self.model.family.learned_positions
-        if limit:  # the position of a free slot keeps growing
-            positions = positions.clamp(max=getattr(self.model.config, limit) - 1)
+        positions = clamp_positions(self.model, self.positions[:, None])  # the position of a free slot keeps growing
         with evaluating(self.model):
             out = self.model(self.tokens[:, None], past_key_values=self.cache, position_ids=positions)
         self.positions += 1

@@ -28,10 +28,9 @@ from fastweights.experiments.job import Job, Setup
 from fastweights.loading import load, load_tokenizer, require_tokenizer
 from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.families import family_of
-from fastweights.modeling.positions import position_limit
 from fastweights.results import TrainingResult
 from fastweights.training import checkpoint as saved
-from fastweights.training.checks import check_lengths
+from fastweights.training.checks import check_positions
 from fastweights.training.trainer import perplexity_from_loss
 from fastweights.utils.errors import Argument, Stopped, error_context
 from fastweights.utils.files import FileLock, make_folder
@@ -149,7 +148,7 @@ def _check_model(job: Job, base: Any) -> None:
     if config is not None:
         check_layers(config, len(family_of(base).blocks(base)))
     if config is None or config.positions != "clamp":
-        check_lengths(job.config, position_limit(base))
+        check_positions(job.config, base)
 
 
 class _Runner:

@@ -328,6 +328,13 @@ def test_prompt_longer_than_the_position_table_is_refused(model_folder: Path) ->
     assert "--positions clamp" in found
 
 
+def test_more_tokens_than_an_unconverted_model_has_positions_for_are_refused(base: Path) -> None:
+    command = ("generate", base, "--prompt", "x", "--max-new-tokens")
+    succeed(*command, 95)
+    expected = "--max-new-tokens 96 after 2 tokens makes a sequence of 97: gpt2 has learned positions for 96 tokens"
+    assert error_of(*command, 96).startswith(expected)
+
+
 def test_clamped_positions_have_no_limit(tmp_path: Path) -> None:
     folder = save_model(tmp_path, m=8, positions="clamp")
     assert "9 tokens" in succeed("generate", folder, "--prompt", "x" * 97, "--max-new-tokens", 9).stderr

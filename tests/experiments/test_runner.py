@@ -432,7 +432,7 @@ def test_bad_comparisons_are_refused_before_a_run_starts(files: Files, tmp_path:
         "run deep: layers=[7] do not exist: the model has 2 layers, numbered 0 to 1"
     )
     only = ("--only", "a")
-    assert f"run a: length 128: {files.base} has positions for 96 tokens only" in error_of(
+    assert "run a: length 128: gpt2 has learned positions for 96 tokens" in error_of(
         *typed(files, grid, output, *only, "--set", "length=128")
     )
     assert "converted already" in error_of(*typed(files._replace(base=files.converted), grid, output, *only))
