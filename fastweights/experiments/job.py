@@ -116,7 +116,7 @@ class Job:
             result = self.read_result()
             found: dict[str, Any] = {"settings": result.model.settings, "recipe": result.recipe}
         else:
-            found = saved.read_json(self.started)
+            found = saved.read_run_file(self.started)
         # a setting that an older version did not have gets its default
         config = None if found["settings"] is None else FastWeightsConfig.from_dict(found["settings"]).to_dict()
         return found | {"settings": config, "recipe": Recipe.from_dict(found["recipe"]).to_dict()}

@@ -3,7 +3,6 @@ once. Runs that are done are skipped and started ones are resumed, so the same c
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -11,7 +10,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -31,6 +29,7 @@ from fastweights.modeling.families import family_of
 from fastweights.results import TrainingResult
 from fastweights.training import checkpoint as saved
 from fastweights.training.checks import check_positions
+from fastweights.training.log import last_logged
 from fastweights.training.trainer import perplexity_from_loss
 from fastweights.utils.errors import Argument, Stopped, error_context
 from fastweights.utils.files import FileLock, make_folder
@@ -38,8 +37,6 @@ from fastweights.utils.progress import RunsDisplay
 from fastweights.utils.signals import StopNow, stop_signals
 
 POLL_SECONDS = 0.2
-# As a rule, this much of a log's end holds a validation.
-TAIL_BYTES = 2**16
 
 
 class Unfinished(Stopped):
@@ -277,14 +274,3 @@ def describe(result: TrainingResult) -> str:
     reached = "" if result.best is None else f", validation perplexity {result.best.perplexity:,.2f}"
     worse = "" if result.warning is None else ", worse at the end than before the first step"
     return f"{'done' if result.diverged is None else 'diverged'} after {result.tokens:,} tokens{reached}{worse}"
-
-
-def last_logged(path: Path) -> dict[str, Any]:
-    """The last value of each name near the end of a log."""
-    found: dict[str, Any] = {}
-    with suppress(FileNotFoundError), path.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-        for line in file.read().splitlines():
-            with suppress(ValueError):  # incomplete: the first line of the tail, or one that is being written
-                found |= json.loads(line)
-    return found

@@ -2,7 +2,7 @@
 
 A run's folder holds checkpoints/STAGE-STEP/ (a saved model, training.safetensors, progress.json and, written last,
 manifest.json with the checksums of the others), `best` and `last` (links to two of them), run.json (the TrainConfig),
-log.jsonl (a line for each step), .lock (the process that trains) and, at the end, result.json.
+log.jsonl (see `log`), .lock (the process that trains) and, at the end, result.json.
 
 The last two checkpoints stay, so that a run can resume if the last one is damaged, and the best one of either. A run
 with a validation text starts with a checkpoint of step 0, after the fit of the first stage: that model may stay the
@@ -11,7 +11,6 @@ best one. Nothing is read or deleted through a link.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -34,7 +33,8 @@ from fastweights.model_paths import BEST, LAST
 from fastweights.model_paths import RUN as RUN
 from fastweights.training.run_folder import CHECKPOINTS
 from fastweights.training.run_folder import LOCK as LOCK
-from fastweights.utils import parsing
+from fastweights.training.run_folder import LOG as LOG
+from fastweights.training.run_folder import RESULT as RESULT
 from fastweights.utils.errors import CheckpointError
 from fastweights.utils.files import (
     atomic_folder,
@@ -43,17 +43,14 @@ from fastweights.utils.files import (
     remove_leftovers,
     write_json,
     write_tensors,
-    write_text,
 )
 from fastweights.utils.manifest import MANIFEST, find_damage, write_manifest
+from fastweights.utils.parsing import ParseError, read_json
 
-TRAINING, PROGRESS, LOG, RESULT = "training.safetensors", "progress.json", "log.jsonl", "result.json"
+TRAINING, PROGRESS = "training.safetensors", "progress.json"
 # Version of the checkpoints that are written. Those of version 0 have no manifest.
 FORMAT = 1
 RETAINED = 2
-# Fields that a line of the log has, and their types.
-_STEP_LINE: dict[str, type] = {"step": int, "stage": int, "tokens": int, "loss": float}
-_VALIDATION_LINE: dict[str, type] = {"step": int, "stage": int, "validation_loss": float}
 STUDENT = "student."  # prefix of unmerged weights in training.safetensors
 FULL_ON_CPU = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -82,18 +79,28 @@ class Progress:
     format: int = 0
 
 
-def read_json(path: Path) -> Any:
+def read_run_file(path: Path) -> Any:
+    """Read a JSON file that a run wrote, such as run.json or progress.json.
+
+    Raises:
+        CheckpointError: It cannot be read, or is not JSON.
+    """
     try:
-        return parsing.read_json(path)
-    except (OSError, parsing.ParseError) as error:
-        reason = f"it {error}" if isinstance(error, parsing.ParseError) else error.strerror
+        return read_json(path)
+    except (OSError, ParseError) as error:
+        reason = f"it {error}" if isinstance(error, ParseError) else error.strerror
         raise CheckpointError(f"{path} cannot be read: {reason}; restore it, or start a new run") from error
 
 
 def read_progress(checkpoint: Path) -> Progress:
+    """How far the run had come when a checkpoint was written.
+
+    Raises:
+        CheckpointError: Its file cannot be read, or is not of this version.
+    """
     path = checkpoint / PROGRESS
     try:
-        progress = Progress(**read_json(path))
+        progress = Progress(**read_run_file(path))
     except TypeError as error:
         raise CheckpointError(f"{path} is not of this version of fastweights: {error}") from error
     for name in ("stage", "stage_step", "step", "tokens", "format"):
@@ -106,6 +113,7 @@ def read_progress(checkpoint: Path) -> Progress:
 
 
 def checkpoint_folder(folder: Path, progress: Progress) -> Path:
+    """The folder of the checkpoint that a run in `folder` writes when it has come this far."""
     return folder / CHECKPOINTS / f"{progress.stage}-{progress.step:07d}"
 
 
@@ -365,6 +373,11 @@ def read_training(checkpoint: Path) -> dict[str, Tensor]:
 
 @contextmanager
 def open_training(checkpoint: Path) -> Iterator[Any]:
+    """Open the file of `training_tensors` in a checkpoint.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
     try:
         with safe_open(checkpoint / TRAINING, framework="pt") as file:
             yield file
@@ -372,43 +385,3 @@ def open_training(checkpoint: Path) -> Iterator[Any]:
         raise CheckpointError(
             f"{checkpoint / TRAINING} cannot be read: {error}; restore it, or start a new run"
         ) from error
-
-
-def read_log(folder: Path, until: int | None) -> tuple[list[dict[str, Any]], list[int]]:
-    """Read the log up to step `until`, or nothing of it if that is None. A line that cannot be read is left out.
-
-    Returns:
-        The lines, and the steps that have none.
-    """
-    path = folder / LOG
-    if until is None:
-        return [], []
-    texts = path.read_text(errors="replace").splitlines() if path.is_file() else ()
-    lines = [line for line in map(_parse_line, texts) if line is not None and line["step"] <= until]
-    steps = {line["step"] for line in lines if "loss" in line}
-    return lines, [step for step in range(1, until + 1) if step not in steps]
-
-
-def _parse_line(text: str) -> dict[str, Any] | None:
-    """A line of the log; None where it is damaged."""
-    try:
-        line = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(line, dict):
-        return None
-    types = _VALIDATION_LINE if "validation_loss" in line else _STEP_LINE
-    return line if all(type(line.get(name)) is kind for name, kind in types.items()) else None
-
-
-def truncate_log(folder: Path, lines: list[dict[str, Any]]) -> None:
-    """Replace the log by lines of it: the run writes those again that came after its checkpoint."""
-    if (folder / LOG).is_file():
-        write_text(folder / LOG, "".join(json.dumps(line) + "\n" for line in lines))
-
-
-def last_logged_step(folder: Path) -> int:
-    """The last step in the log; 0 where there is none."""
-    path = folder / LOG
-    texts = path.read_text(errors="replace").splitlines() if path.is_file() else ()
-    return max((line["step"] for line in map(_parse_line, texts) if line is not None), default=0)

@@ -39,6 +39,7 @@ from fastweights.modeling.modes import autocast, is_low_precision
 from fastweights.results import Divergence, TrainingResult
 from fastweights.training import checkpoint as saved
 from fastweights.training.checks import check_run, check_tracker
+from fastweights.training.log import last_logged_step, read_log, truncate_log
 from fastweights.training.losses import Batch, StageLoss, converted_layers, next_token_loss
 from fastweights.training.micro_batch import micro_batch_size
 from fastweights.training.optimizer import (
@@ -182,7 +183,7 @@ def resume(
     folder = Path(folder)
     check_resumes(folder)
     try:
-        config = TrainConfig.from_dict(saved.read_json(folder / saved.RUN))
+        config = TrainConfig.from_dict(saved.read_run_file(folder / saved.RUN))
     except (KeyError, TypeError) as error:
         raise TrainingError(f"{folder / saved.RUN} is not of this version of fastweights: {error}") from error
     if memory_share is not None:
@@ -325,8 +326,8 @@ class Trainer:
         progress = saved.Progress() if last is None else saved.read_progress(last)
         self._check_same_recipe(progress)
         with self._write_errors(folder):
-            log, missing = saved.read_log(folder, None if last is None else progress.step)
-            saved.truncate_log(folder, log)
+            log, missing = read_log(folder, None if last is None else progress.step)
+            truncate_log(folder, log)
             if last is not None:
                 saved.restore_links(folder, last, progress)
                 self.display.print(f"resuming from {last.relative_to(folder)}, step {progress.step}")
@@ -336,7 +337,7 @@ class Trainer:
 
     def _check_never_saved(self) -> None:
         """Refuse to start a run again whose log is longer than it can be without a checkpoint."""
-        logged = saved.last_logged_step(self.folder)
+        logged = last_logged_step(self.folder)
         if logged > min(self.recipe.checkpoint_every, self.recipe.steps_of(self.recipe.stages[0])):
             raise TrainingError(
                 f"the run in {self.folder} has no checkpoint to resume from, but its log ends at step {logged}: "

@@ -36,7 +36,6 @@ from fastweights.evaluation.perplexity import perplexity
 from fastweights.experiments import runner
 from fastweights.experiments.grid import Variant
 from fastweights.experiments.job import Job, Setup
-from fastweights.experiments.runner import last_logged
 from fastweights.loading import load, load_tokenizer
 from fastweights.training import checkpoint
 from fastweights.utils.signals import stop_signals
@@ -401,16 +400,6 @@ def test_runs_are_processes_of_the_program(files: Files, tmp_path: Path, monkeyp
     recipe = make_recipe((FINETUNE[0] | {"tokens": STEP},))
     succeed(*typed(files, write_grid(tmp_path, {"one": {"rule": "decay"}}, recipe), tmp_path))
     assert result_of(tmp_path, "one")["finished"]
-
-
-def test_last_logged_ignores_incomplete_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = tmp_path / "log.jsonl"
-    assert last_logged(log) == {}
-    lines = [{"step": 1, "tokens": 8, "loss": 3.0}, {"step": 1, "validation_loss": 2.0}, {"step": 2, "tokens": 16}]
-    log.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "tok')
-    assert last_logged(log) == {"step": 2, "tokens": 16, "loss": 3.0, "validation_loss": 2.0}
-    monkeypatch.setattr(runner, "TAIL_BYTES", 60)
-    assert last_logged(log) == {"step": 2, "tokens": 16}
 
 
 def test_bad_comparisons_are_refused_before_a_run_starts(files: Files, tmp_path: Path) -> None:
