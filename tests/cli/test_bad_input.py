@@ -165,7 +165,7 @@ def test_unknown_family_is_refused(tmp_path: Path, out: Path) -> None:
         convert(model)
     found = error_of("convert", tmp_path / "bloom", "-o", out)
     assert "cannot convert a BloomForCausalLM: supported families are gpt2" in found
-    assert "CONTRIBUTING.md" in found
+    assert "docs/add_a_family.md" in found
     assert "BloomForCausalLM" in error_of("info", tmp_path / "bloom")
     assert_nothing_left(out)
 
