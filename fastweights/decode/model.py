@@ -213,6 +213,7 @@ class DecodeContext:
         return torch.zeros(self.batch_size, *shape, dtype=self.dtype, device=self.device)
 
     def linear(self, weight: Tensor, bias: Tensor | None, norm: Norm | None = None, **options: Any) -> FusedLinear:
+        """A linear layer [out,in] with the kernels and the workspace of this model."""
         options |= dict(kernel=self.kernels, overlap=self.overlap, workspace=self.workspace)
         return FusedLinear(weight, bias, norm, **options)
 
@@ -238,6 +239,7 @@ class RotaryEmbedding:
         self.angle, self.cos, self.sin = (self.frequencies.new_zeros(shape) for _ in range(3))
 
     def update(self, positions: Tensor) -> None:
+        """Compute cos and sin of the positions [B]."""
         torch.mul(positions[:, None], self.frequencies, out=self.angle)
         torch.cos(self.angle, out=self.cos)
         torch.sin(self.angle, out=self.sin)
@@ -266,6 +268,7 @@ class RingIndex:
         self.empty = torch.zeros(batch, width, dtype=torch.bool, device=device)
 
     def update(self, positions: Tensor) -> None:
+        """Compute the places of the tokens at the positions [B]."""
         self.place.copy_(ring_place(positions, self.width, self.sinks))
         torch.add(self.offsets, self.place[:, None], out=self.rows)
         torch.gt(self.places, positions[:, None], out=self.empty)
@@ -352,6 +355,7 @@ class DecodeRecurrence:
         return q, k
 
     def set_slot(self, slot: int, layer: Any, lengths: Tensor) -> None:
+        """Overwrite a slot with the state of one sequence, from that layer's cache."""
         self.state[slot].copy_(layer.tensors["state"][0])
 
 
@@ -412,6 +416,7 @@ class DecodeWindow:
         return torch.matmul(weights.to(self.values.dtype), self.values).flatten(1, 2)
 
     def set_slot(self, slot: int, layer: Any, lengths: Tensor) -> None:
+        """Overwrite a slot with the last keys and values of one sequence of `lengths` [1] tokens."""
         past = layer.get_all(WindowCache)
         self._write(slot, past.k[0].transpose(0, 1), past.v[0].transpose(0, 1), lengths)
 
@@ -435,6 +440,7 @@ class DecodeAttention(DecodeWindow):
         self.key_scale = attention.shape.scaling**0.5  # the other half of the logits' scale is in the queries
 
     def set_slot(self, slot: int, layer: Any, lengths: Tensor) -> None:
+        """Overwrite a slot with the keys and values of one sequence of `lengths` [1] tokens."""
         self._write(slot, layer.keys[0] * self.key_scale, layer.values[0], lengths)
 
 

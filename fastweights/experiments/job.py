@@ -124,6 +124,7 @@ class Job:
     # Training
 
     def is_trained(self) -> bool:
+        """Whether the training is over. The tests may not have been measured yet."""
         return self.result.is_file() or (self.training / saved.RESULT).is_file()
 
     def prepare(self, memory_share: float) -> None:

@@ -24,6 +24,7 @@ class WindowCache(NamedTuple):
 
     @classmethod
     def empty(cls, k: Tensor, window: int, sinks: int = 0) -> WindowCache:
+        """A cache before the first token, for keys and values of the kind of k [B,T,H,d]."""
         zeros = k.new_zeros(k.shape[0], cached_tokens(window, sinks), *k.shape[2:])
         return cls(zeros, zeros, torch.zeros(zeros.shape[:2], dtype=torch.bool, device=k.device))
 

@@ -42,6 +42,7 @@ class Shape:
 
     @property
     def width(self) -> int:
+        """Width of the hidden states."""
         return self.heads * self.d
 
     def random(self, *shape: int, scale: float = 1.0) -> Tensor:
@@ -86,6 +87,7 @@ class AttentionLayer(Layer):
         return (self.keys[:, :, 1:].numel() + self.values[:, :, 1:].numel()) * self.keys.itemsize
 
     def step(self, x: Tensor) -> Tensor:
+        """The output [B,W] of a token x [B,W]."""
         q, k, v = (part[:, :, None] for part in self.projected(x))
         self.keys.index_copy_(2, self.place, k)
         self.values.index_copy_(2, self.place, v)
@@ -109,9 +111,11 @@ class RuleLayer(Layer):
 
     @property
     def cached_bytes(self) -> int:
+        """Bytes of the state."""
         return self.state.nbytes
 
     def step(self, x: Tensor) -> Tensor:
+        """The output [B,W] of a token x [B,W]. The state is updated in place."""
         q, k, v, *logits = self.projected(x)
         if self.config.normalizes_sum:
             q, k = sum_normalize(F.relu(q)), sum_normalize(F.relu(k))

@@ -117,10 +117,12 @@ class TrainConfig:
         check_settings(self, TrainingError)
 
     def to_dict(self) -> dict[str, Any]:
+        """The settings as plain values, for run.json."""
         return asdict(self) | {"recipe": self.recipe.to_dict()}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainConfig:
+        """The settings that `to_dict` returned."""
         return cls(**values | {"recipe": Recipe.from_dict(values["recipe"])})
 
     def with_absolute_paths(self) -> TrainConfig:

@@ -103,6 +103,7 @@ class Display:
 
     @property
     def enabled(self) -> bool:
+        """Whether anything is shown."""
         return self._enabled
 
     @enabled.setter
@@ -173,6 +174,7 @@ class Display:
         self.print(f"  after {tokens:,} tokens: validation perplexity {perplexity:,.2f}{ratio}")
 
     def print(self, text: str) -> None:
+        """Print a line, where the display is enabled."""
         if self.enabled:
             self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
@@ -215,11 +217,13 @@ class RunsDisplay:
         self._bars.stop()
 
     def start(self, name: str, tokens: int) -> None:
+        """Show a run that will see this many tokens."""
         self._tasks[name] = self._bars.add_task(name, total=tokens, tokens="starting", perplexity="")
         if not self.console.is_terminal:
             self.print(f"{name}: started")
 
     def update(self, name: str, tokens: int | None, perplexity: float | None) -> None:
+        """Show how far a run has come, as far as that is known."""
         task = self._tasks[name]
         if tokens is not None:
             total = self._bars.tasks[self._bars.task_ids.index(task)].total
@@ -228,10 +232,12 @@ class RunsDisplay:
             self._bars.update(task, perplexity=f"validation {perplexity:,.2f}")
 
     def end(self, name: str, how: str) -> None:
+        """Replace the bar of a run by a line that says how it ended."""
         if name in self._tasks:
             self._bars.remove_task(self._tasks.pop(name))
             self._bars.refresh()
         self.print(f"{name}: {how}")
 
     def print(self, text: str) -> None:
+        """Print a line above the bars."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)

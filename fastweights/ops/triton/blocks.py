@@ -33,6 +33,7 @@ class LaunchConfig(NamedTuple):
 
     @property
     def options(self) -> dict[str, int]:
+        """The keyword arguments of a kernel's launch."""
         limit = {"maxnreg": self.registers} if self.registers else {}
         return {"num_warps": self.warps, "STAGES": self.stages, **limit}
 
