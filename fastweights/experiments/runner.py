@@ -242,7 +242,7 @@ class _Runner:
         torch.cuda.empty_cache()  # the next run may need what the tests took
         job.lock.release()
         if not reason:
-            self.display.end(job.name, describe(job.read_result()))
+            self.display.end(job.name, outcome_text(job.read_result()))
         elif self.stop_signal:
             self.display.end(job.name, "stopped")
         else:
@@ -269,7 +269,7 @@ def _reason(job: Job, exit_code: int) -> str:
     return next((line for line in reversed(lines) if line.strip()), "").strip().rpartition("rror: ")[2]
 
 
-def describe(result: TrainingResult) -> str:
+def outcome_text(result: TrainingResult) -> str:
     """How a run ended, in words."""
     reached = "" if result.best is None else f", validation perplexity {result.best.perplexity:,.2f}"
     worse = "" if result.warning is None else ", worse at the end than before the first step"

@@ -32,7 +32,11 @@ Item = TypeVar("Item")
 
 
 def progress_bar(
-    *columns: str | ProgressColumn, enabled: bool = True, console: Console | None = None, transient: bool = True
+    *columns: str | ProgressColumn,
+    enabled: bool = True,
+    console: Console | None = None,
+    transient: bool = True,
+    speed_seconds: float = 30.0,
 ) -> Progress:
     """A bar on stderr, shown on a terminal only: elsewhere it would leave an empty line.
 
@@ -41,11 +45,18 @@ def progress_bar(
         enabled: False shows nothing.
         console: Where to show it, instead of stderr.
         transient: Whether the bar disappears at the end.
+        speed_seconds: The speed, and so the time left, is averaged over this time.
     """
     console = console or Console(stderr=True)
     usual = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *_times())
-    disable = not (enabled and console.is_terminal)
-    return Progress(*columns or usual, console=console, transient=transient, disable=disable)
+    bar = Progress(*columns or usual, console=console, transient=transient, speed_estimate_period=speed_seconds)
+    _enable(bar, enabled)
+    return bar
+
+
+def _enable(bar: Progress, enabled: bool) -> None:
+    """Show a bar, or nothing. Without a terminal there is nothing to show."""
+    bar.disable = not (enabled and bar.console.is_terminal)
 
 
 def track(items: Sequence[Item], description: str, enabled: bool = True) -> Iterable[Item]:
@@ -86,7 +97,7 @@ class Display:
 
     def __init__(self, enabled: bool = True, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)
-        self._bar = Progress(
+        self._bar = progress_bar(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
             _Count(),
@@ -94,8 +105,7 @@ class Display:
             TimeElapsedColumn(),
             _TimeLeft(),
             console=self.console,
-            transient=True,
-            speed_estimate_period=SPEED_SECONDS,
+            speed_seconds=SPEED_SECONDS,
         )
         self.enabled = enabled
         self._stage: Any = None
@@ -109,7 +119,7 @@ class Display:
     @enabled.setter
     def enabled(self, enabled: bool) -> None:
         self._enabled = enabled
-        self._bar.disable = not (enabled and self.console.is_terminal)
+        _enable(self._bar, enabled)
 
     def __enter__(self) -> Display:
         return self

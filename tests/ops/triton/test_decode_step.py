@@ -16,8 +16,8 @@ from torch import Tensor
 
 import fastweights as fw
 from fastweights import ops
+from fastweights.decode.device_sampler import Sampler, SamplerMode
 from fastweights.decode.model import DecodeModel
-from fastweights.decode.sampler import Sampler, SamplerMode
 from fastweights.ops.linear import DeviceLimits, choose_tile
 from fastweights.ops.step import Rotary, has_kernels, step, step_kernel, step_torch
 from fastweights.rules import RULES
