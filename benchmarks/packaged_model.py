@@ -2,7 +2,7 @@
 
     python benchmarks/packaged_model.py BOOKS --work FOLDER [--export fastweights/packaged]
 
-BOOKS is a text file (.xz) of public-domain books, with a line <|endoftext|> between them. Some are held out and
+BOOKS is a text file (.xz) of books, with a line <|endoftext|> between them. Some are held out and
 packaged, too, to train and to measure the converted model on.
 """
 

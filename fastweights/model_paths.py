@@ -14,7 +14,7 @@ from pathlib import Path
 from fastweights.utils.errors import Argument, CheckpointError
 from fastweights.utils.files import atomic_folder
 
-CONFIG = "config.json"
+CONFIG, ADAPTER = "config.json", "adapter_config.json"
 # In the folder of a training run: its settings, and links to two of its checkpoints.
 RUN, BEST, LAST = "run.json", "best", "last"
 _GGUF_MAGIC = b"GGUF"
@@ -24,15 +24,17 @@ def locate(source: str | os.PathLike) -> tuple[str, str | None]:
     """The folder or hub id of a model, and the name of its GGUF file or None.
 
     Raises:
-        CheckpointError: there is no model at a path. A hub id is not looked up.
+        CheckpointError: there is no model at a path, or an adapter. A hub id is not looked up.
     """
     path = Path(find_model(source))
     if path.suffix == ".gguf":
         _check_gguf(path)
+        _check_no_adapter(path.parent)
         return str(path.parent), path.name
     if path.is_file():
         raise CheckpointError(f"{path} is a file: give the folder it lies in, a GGUF file or a hub id")
     if path.is_dir():
+        _check_no_adapter(path)
         if not (path / CONFIG).is_file():
             raise CheckpointError(f"{path} is not a checkpoint: it has no {CONFIG} (save_pretrained writes one)")
         if not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
@@ -72,6 +74,13 @@ def display_name(source: str | os.PathLike) -> str:
 def no_such_folder(source: str | os.PathLike) -> CheckpointError:
     """The error about a path where there is nothing."""
     return CheckpointError(f"no folder at {source}: give a model's folder, a GGUF file or a hub id")
+
+
+def _check_no_adapter(folder: Path) -> None:
+    """Refuse a folder with an adapter: transformers would load the model that this names, maybe from the hub."""
+    if (folder / ADAPTER).is_file():
+        how = "merge the adapter into its model with peft (merge_and_unload) and save that, or move the file away"
+        raise CheckpointError(f"{folder / ADAPTER} makes this an adapter of another model, which is not loaded: {how}")
 
 
 def _check_gguf(path: Path) -> None:

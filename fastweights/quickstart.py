@@ -1,6 +1,6 @@
 """The quickstart: converts, trains and measures the packaged model, on a CPU, in minutes.
 
-The model (fastweights/packaged) is a GPT-2 of 1.1 million parameters, pretrained on public-domain books by
+The model (fastweights/packaged) is a GPT-2 of 1.1 million parameters, pretrained on books of Project Gutenberg by
 benchmarks/packaged_model.py. The text beside it is of other books: the converted model is trained and measured on it.
 """
 

@@ -16,7 +16,7 @@ import os
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, ClassVar, Self, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
 
 from fastweights.utils.errors import FastWeightsError, error_context
 from fastweights.utils.parsing import ParseError, read_json
@@ -51,7 +51,7 @@ class Record:
             value = getattr(self, item.name)
             default = item.default if item.default_factory is MISSING else item.default_factory()
             if item.name != "extra" and value != default:
-                body[_key(item)] = _plain(value)
+                body[_key(item)] = plain(value)
         return body | self.extra
 
     @classmethod
@@ -65,18 +65,28 @@ class Record:
         Raises:
             ResultError: If a field is missing or is not of its type.
         """
-        if not isinstance(body, dict):
-            raise ResultError(f"{place or 'the result'} must be an object, found {_shown(body)}")
-        values, schema = {}, _schema(cast(Any, cls))
-        for item, kind in schema:
-            key = _key(item)
-            where = f"{place}.{key}" if place else key
-            if key in body:
-                values[item.name] = _parse(kind, body[key], where)
-            elif item.default is MISSING and item.default_factory is MISSING:
-                raise ResultError(f"{where} is missing")
-        known = {_key(item) for item, _ in schema} | {"kind"}
-        return cls(**values, extra={name: value for name, value in body.items() if name not in known})
+        values, extra = parse_fields(cls, body, place)
+        return cls(**values, extra={name: value for name, value in extra.items() if name != "kind"})
+
+
+def parse_fields(cls: Any, body: Any, place: str = "") -> tuple[dict[str, Any], dict[str, Any]]:
+    """The values of a dataclass in a JSON object, each of its type, and what the object has besides.
+
+    Raises:
+        ResultError: If a field is missing or is not of its type.
+    """
+    if not isinstance(body, dict):
+        raise ResultError(f"{place or 'the result'} must be an object, found {_shown(body)}")
+    values, schema = {}, _schema(cls)
+    for item, kind in schema:
+        key = _key(item)
+        where = f"{place}.{key}" if place else key
+        if key in body:
+            values[item.name] = _parse(kind, body[key], where)
+        elif item.default is MISSING and item.default_factory is MISSING:
+            raise ResultError(f"{where} is missing")
+    known = {_key(item) for item, _ in schema}
+    return values, {name: value for name, value in body.items() if name not in known}
 
 
 def _key(item: Any) -> str:
@@ -91,12 +101,13 @@ def _schema(cls: Any) -> list[tuple[Any, Any]]:
     return [(item, hints[item.name]) for item in fields(cls) if item.name != "extra"]
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A value as JSON objects and lists, with objects in place of records."""
     if isinstance(value, Record):
         return value.to_dict()
     if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+        return {name: plain(item) for name, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _parse(kind: Any, value: Any, place: str) -> Any:

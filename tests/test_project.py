@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import yaml
 
 ROOT = Path(__file__).parents[1]
+HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}\b")
+UV = """
+import pathlib, re, sys
+output = pathlib.Path(sys.argv[-1])
+kept = re.findall(r"--hash=\\S+", output.read_text()) if output.exists() else []
+lines = [[pin.strip(), f"--hash=sha256:{1:064}", *kept] for pin in sys.stdin]
+output.write_text("".join(" \\\\\\n    ".join(line) + "\\n" for line in lines))
+"""
 
 
 def test_pre_commit_runs_the_commands_of_make_lint() -> None:
@@ -35,8 +47,25 @@ def test_every_pinned_package_has_hashes_of_its_version() -> None:
     pinned = _pins((ROOT / "constraints.txt").read_text())
     locked = "".join((ROOT / ".ci" / name).read_text() for name in ("first.txt", "requirements.txt"))
     entries = re.split(r"^(?=\w)", locked, flags=re.MULTILINE)[1:]
-    assert all(re.search(r"--hash=sha256:[0-9a-f]{64}\b", entry) for entry in entries)
+    assert all(HASH.search(entry) for entry in entries)
+    assert all(len(hashes) == len(set(hashes)) for hashes in map(HASH.findall, entries))
     assert _pins(locked) == pinned and len(entries) == len(pinned)
+
+
+def test_lock_twice_writes_the_same_files(tmp_path: Path) -> None:
+    """With a program in the place of uv that keeps what it finds in its output file, as uv does."""
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci" / "lock", tmp_path / ".ci")
+    (tmp_path / "constraints.txt").write_text("other==2.0\nsetuptools==1.0\ntorch==3.0\n")
+    (tmp_path / "uv").write_text(f"#!{sys.executable}\n{UV}")
+    (tmp_path / "uv").chmod(0o755)
+    written = []
+    for _ in range(2):
+        environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        subprocess.run([tmp_path / ".ci" / "lock"], check=True, env=environment)
+        written.append([(tmp_path / ".ci" / name).read_text() for name in ("first.txt", "requirements.txt")])
+    assert written[0] == written[1]
+    assert len(HASH.findall(written[0][0])) == 3 and len(HASH.findall(written[0][1])) == 1
 
 
 def test_build_backend_is_the_pinned_one() -> None:

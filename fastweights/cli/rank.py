@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -83,7 +84,8 @@ def rank(
 
         logging.disable_progress_bar()
         usable = usable_device(device)
-        student, base = (model.to(usable) for model in load_pair(source, base_source, dtype=torch.float32))
+        pair = load_pair(source, base_source, dtype=torch.float32, announce=partial(typer.echo, err=True))
+        student, base = (model.to(usable) for model in pair)
         tokenizer = load_tokenizer(source)
     layers = len(converted_layers(student))
     if keep > layers or (save is not None and keep == layers):

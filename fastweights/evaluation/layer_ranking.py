@@ -185,12 +185,18 @@ def _bar(passes: int, progress: bool) -> Iterator[Callable[[], None]]:
         yield lambda: bar.advance(task)
 
 
-def load_pair(folder: str | os.PathLike, teacher: str | None = None, *, dtype: Any = "auto") -> tuple[Any, Any]:
-    """Load a converted model and its base, in the precision of the converted model."""
+def load_pair(
+    folder: str | os.PathLike,
+    teacher: str | None = None,
+    *,
+    dtype: Any = "auto",
+    announce: Callable[[str], None] = lambda text: None,
+) -> tuple[Any, Any]:
+    """Load a converted model and its base, in the precision of the converted model; `announce` as in `load_teacher`."""
     student = load(folder, dtype=dtype)
     if not isinstance(student, FastWeightsMixin):
         raise RankingError(f"{folder} is not converted: give a folder that fastweights convert or train wrote")
-    base = load_teacher(student, str(folder), teacher, dtype=student.dtype)
+    base = load_teacher(student, str(folder), teacher, dtype=student.dtype, announce=announce)
     check_teacher(student, base, Argument("teacher"), f" {base.config._name_or_path}")
     return student, base
 

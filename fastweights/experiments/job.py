@@ -12,6 +12,7 @@ A comparison's folder:
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -90,12 +91,12 @@ class Job:
     def check_unchanged(self) -> None:
         """Refuse to resume or to reuse a run that was started with other settings.
 
-        A run that has saved no step starts anew: so one that failed at its start can be corrected.
+        A run without a checkpoint starts anew: so one that failed at its start can be corrected.
 
         Raises:
             GridError: which settings differ, and what to do.
         """
-        if not self.is_trained() and not saved.has_steps(self.training):
+        if not self.is_trained() and saved.was_never_saved(self.training):
             return
         before = self._settings_before()
         now, then = _flat({name: value for name, value in self.settings().items() if name in before}), _flat(before)
@@ -127,20 +128,38 @@ class Job:
         """Whether the training is over. The tests may not have been measured yet."""
         return self.result.is_file() or (self.training / saved.RESULT).is_file()
 
-    def prepare(self, memory_share: float) -> None:
-        """Make `training` ready for `fastweights train --resume`, which starts the run or resumes it."""
-        resumes = saved.has_steps(self.training)
-        with self.log.open("a") as log:
-            print("resumed" if resumes else "started", file=log)
-        if not resumes:
-            self._start_over()
-        model = self.setup.model if self.variant.config is None else str(self.converted)
-        config = replace(self.config, model=model, memory_share=memory_share)
-        write_json(self.training / saved.RUN, config.to_dict())
+    def prepare(self, memory_share: float, announce: Callable[[str], None]) -> None:
+        """Make `training` ready for `fastweights train --resume`, which starts the run or resumes it.
+
+        Only a run that never had a checkpoint starts anew. One that lost them is refused by `--resume`.
+
+        Args:
+            memory_share: Share of the GPU's memory that the run may use.
+            announce: Gets a line if the run was started before and starts anew.
+
+        Raises:
+            LockedError: Another process trains in the folder.
+        """
+        make_folder(self.training)
+        with FileLock(self.training / saved.LOCK) as lock:
+            lock.acquire()
+            starts = saved.was_never_saved(self.training)
+            if starts and (self.training / saved.RUN).is_file():
+                announce(f"{self.name}: no checkpoint was written yet in {self.training}: the run starts at step 0")
+            with self.log.open("a") as log:
+                print("started" if starts else "resumed", file=log)
+            if starts:
+                self._start_over()
+            model = self.setup.model if self.variant.config is None else str(self.converted)
+            config = replace(self.config, model=model, memory_share=memory_share)
+            saved.write_run(self.training, config.to_dict(), checkpointed=not starts)
 
     def _start_over(self) -> None:
-        for folder in (self.training, self.converted):
-            shutil.rmtree(folder, ignore_errors=True)
+        """Delete what a run without a checkpoint left, but for the lock, and prepare a new one."""
+        left = [path for path in self.training.iterdir() if path.name not in (saved.LOCK, saved.RUN)]
+        # run.json last: it says that there was no checkpoint
+        for path in (*left, self.training / saved.RUN, self.converted):
+            _remove(path)
         write_json(self.started, self.settings())
         if self.variant.config is not None:
             model = convert(load(self.setup.model, dtype=torch.float32), self.variant.config)
@@ -194,10 +213,15 @@ class Job:
         """The log of the steps stays. Without run.json there is no run to resume."""
         old_name = self.folder / "swapped"  # of `converted`, in comparisons that were started earlier
         for path in (*self.training.iterdir(), self.converted, old_name):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            elif path.name != saved.LOG:
-                path.unlink(missing_ok=True)
+            if path.name != saved.LOG:
+                _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _flat(value: Any, place: str = "") -> dict[str, Any]:

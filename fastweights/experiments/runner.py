@@ -208,7 +208,7 @@ class _Runner:
         self.display.start(job.name, job.variant.tokens)
         if job.is_trained():
             self._finish(job)
-        elif reason := self._attempt(job, lambda: job.prepare(1 / self.at_once)):
+        elif reason := self._attempt(job, lambda: job.prepare(1 / self.at_once, self.display.print)):
             self._end(job, reason)
         else:
             self.running[job] = self._launch(job)

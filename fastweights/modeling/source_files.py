@@ -19,11 +19,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from fastweights.config import ConfigError
-from fastweights.model_paths import CONFIG, locate, no_such_folder
+from fastweights.model_paths import ADAPTER, CONFIG, locate, no_such_folder
 from fastweights.utils.errors import Argument, CheckpointError, FastWeightsError
 from fastweights.utils.parsing import ParseError, read_json
 
-ADAPTER = "adapter_config.json"
 HUB_TIMEOUT = 10.0  # seconds
 # Arguments of every from_pretrained: no code of the folder or repository, and no objects from pickles.
 WITHOUT_CODE = {"trust_remote_code": False, "weights_only": True}
@@ -125,6 +124,7 @@ def check_config(source: str, **arguments: Any) -> None:
         generation = "generation_config.json"
         _check_values(f"{source}: {generation}", _json_object(source, generation, options))
         _json_object(source, "tokenizer_config.json", options)
+        return
     adapter = _json_object(source, ADAPTER, options).get("base_model_name_or_path")
     if isinstance(adapter, str) and adapter != source:  # transformers loads that model instead
         _check_values(f"{source}: its base {adapter}: {CONFIG}", _json_object(adapter, CONFIG, options))
@@ -196,7 +196,7 @@ def check_weight_sizes(folder: str) -> None:
     Raises:
         CheckpointError: the model would be far larger.
     """
-    if not Path(folder).is_dir() or (Path(folder) / ADAPTER).is_file():  # the base is somewhere else
+    if not Path(folder).is_dir():
         return
     tensors, elements = _stored(Path(folder))
     config = read_config(folder)

@@ -90,14 +90,14 @@ def load_with_base(
         sources: Folders or hub ids by name.
         device: Where to put the models.
         dtype: Of the weights; "auto" is the checkpoint's own.
-        notify: Called with a line if the base is not found.
+        notify: Called with a line that names the base, and with one if it is not found.
     """
     loaded = {name: load(source, dtype=dtype).to(device).eval() for name, source in sources.items()}
     (source, *others), model = sources.values(), next(iter(loaded.values()))
     if others or base_of(model) is None:
         return loaded
     try:
-        return {"base": load_teacher(model, source, dtype=dtype).to(device).eval()} | loaded
+        return {"base": load_teacher(model, source, dtype=dtype, announce=notify).to(device).eval()} | loaded
     except TeacherError:
         notify(f"the base {base_of(model)} is not found: measured without it")
         return loaded

@@ -1,8 +1,9 @@
 """Checkpoints of a training run.
 
 A run's folder holds checkpoints/STAGE-STEP/ (a saved model, training.safetensors, progress.json and, written last,
-manifest.json with the checksums of the others), `best` and `last` (links to two of them), run.json (the TrainConfig),
-log.jsonl (see `log`), .lock (the process that trains) and, at the end, result.json.
+manifest.json with the checksums of the others), `best` and `last` (links to two of them), run.json (the TrainConfig,
+and whether a checkpoint was reported), log.jsonl (see `log`), .lock (the process that trains) and, at the end,
+result.json.
 
 The last two checkpoints stay, so that a run can resume if the last one is damaged, and the best one of either. A run
 with a validation text starts with a checkpoint of step 0, after the fit of the first stage: that model may stay the
@@ -11,11 +12,13 @@ best one. Nothing is read or deleted through a link.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +34,13 @@ from torch.distributed.checkpoint.state_dict import (
 
 from fastweights.model_paths import BEST, LAST
 from fastweights.model_paths import RUN as RUN
-from fastweights.training.run_folder import CHECKPOINTS
+from fastweights.results import BaseModel, ValidationPoint, parse_fields, plain
+from fastweights.training.recipe import Recipe
+from fastweights.training.run_folder import CHECKPOINTS, is_unused
 from fastweights.training.run_folder import LOCK as LOCK
 from fastweights.training.run_folder import LOG as LOG
 from fastweights.training.run_folder import RESULT as RESULT
-from fastweights.utils.errors import CheckpointError
+from fastweights.utils.errors import CheckpointError, FastWeightsError, error_context
 from fastweights.utils.files import (
     atomic_folder,
     atomic_link,
@@ -51,6 +56,8 @@ TRAINING, PROGRESS = "training.safetensors", "progress.json"
 # Version of the checkpoints that are written. Those of version 0 have no manifest.
 FORMAT = 1
 RETAINED = 2
+# In run.json: whether the run has reported a checkpoint. Without one it starts again at step 0.
+CHECKPOINTED = "checkpointed"
 STUDENT = "student."  # prefix of unmerged weights in training.safetensors
 FULL_ON_CPU = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -69,14 +76,83 @@ class Progress:
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    validation: list[dict[str, Any]] = field(default_factory=list)
-    best: dict[str, Any] | None = None
-    base: dict[str, Any] | None = None
+    validation: list[ValidationPoint] = field(default_factory=list)
+    best: ValidationPoint | None = None
+    base: BaseModel | None = None
     data: list[Any] | None = None
     validation_data: list[Any] | None = None
     stage_seconds: list[float] = field(default_factory=list)
     recipe: dict[str, Any] | None = None
     format: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: plain(value) for name, value in vars(self).items()}
+
+    @classmethod
+    def from_dict(cls, body: Any, recipe: Recipe | None = None) -> Progress:
+        """The progress that a JSON object describes.
+
+        Args:
+            body: The object, as `json.loads` returns it.
+            recipe: That of the run, for a checkpoint of an earlier version, which does not have it.
+
+        Raises:
+            FastWeightsError: A field is not known, not of its type, or has a value that no run of the recipe reaches.
+        """
+        values, unknown = parse_fields(cls, body)
+        progress = cls(**values)
+        missing = [item.name for item in fields(cls) if item.name not in values] if progress.format else []
+        if missing or unknown:
+            raise CheckpointError(f"{', '.join(missing or unknown)} is {'missing' if missing else 'not known'}")
+        if progress.recipe is not None:
+            with error_context("recipe: ", plain=True):
+                recipe = Recipe.from_dict(progress.recipe)
+        progress._check_numbers()
+        if recipe is not None:
+            progress._check_reached(recipe)
+        progress._check_validation()
+        return progress
+
+    def _check_numbers(self) -> None:
+        for name in ("stage", "stage_step", "step", "tokens", "seconds"):
+            _check(name, getattr(self, name), 0)
+        for number, seconds in enumerate(self.stage_seconds):
+            _check(f"stage_seconds[{number}]", seconds, 0)
+        begun = self.stage + (self.stage_step > 0)
+        _check("the number of stage_seconds", len(self.stage_seconds), begun, begun)
+        _check("format", self.format, 0, FORMAT)
+
+    def _check_reached(self, recipe: Recipe) -> None:
+        """Whatever a run does, stage and stage_step determine the number of all steps and of their tokens."""
+        steps = [recipe.steps_of(stage) for stage in recipe.stages]
+        _check("stage", self.stage, 0, len(steps))
+        _check("stage_step", self.stage_step, 0, [*steps, 0][self.stage])
+        done = sum(steps[: self.stage]) + self.stage_step
+        _check("step", self.step, done, done)
+        _check("tokens", self.tokens, done * recipe.batch_tokens, done * recipe.batch_tokens)
+        for number, point in enumerate(self.validation):
+            tokens = point.step * recipe.batch_tokens
+            _check(f"validation[{number}].tokens", point.tokens, tokens, tokens)
+
+    def _check_validation(self) -> None:
+        """The best validation is one of all, and each came after the one before."""
+        first = 0
+        for number, point in enumerate(self.validation):
+            _check(f"validation[{number}].step", point.step, first, self.step)
+            _check(f"validation[{number}].stage", point.stage, 0, self.stage)
+            _check(f"validation[{number}].loss", point.loss, -sys.float_info.max)
+            first = point.step + 1
+        lowest = min((point.loss for point in self.validation), default=None)
+        lowest_points = [point for point in self.validation if point.loss == lowest]
+        if self.best not in lowest_points and not (self.best is None and lowest is None):
+            raise CheckpointError("best is not the validation with the lowest loss")
+
+
+def _check(place: str, value: float, least: float, most: float = sys.float_info.max) -> None:
+    """Refuse a number that is out of range, infinite or NaN."""
+    if not least <= value <= most:
+        expected = f"{least:,}" if least == most else f"between {least:,} and {most:,}"
+        raise CheckpointError(f"{place} must be {expected}, found {value:,}")
 
 
 def read_run_file(path: Path) -> Any:
@@ -92,21 +168,18 @@ def read_run_file(path: Path) -> Any:
         raise CheckpointError(f"{path} cannot be read: {reason}; restore it, or start a new run") from error
 
 
-def read_progress(checkpoint: Path) -> Progress:
-    """How far the run had come when a checkpoint was written.
+def read_progress(checkpoint: Path, recipe: Recipe | None = None) -> Progress:
+    """How far the run had come when a checkpoint was written; `recipe` as in `Progress.from_dict`.
 
     Raises:
-        CheckpointError: Its file cannot be read, or is not of this version.
+        CheckpointError: Its file cannot be read, or has values that no run reaches.
     """
     path = checkpoint / PROGRESS
+    body = read_run_file(path)
     try:
-        progress = Progress(**read_run_file(path))
-    except TypeError as error:
-        raise CheckpointError(f"{path} is not of this version of fastweights: {error}") from error
-    for name in ("stage", "stage_step", "step", "tokens", "format"):
-        if type(getattr(progress, name)) is not int:
-            raise CheckpointError(f"{path} has {name}={getattr(progress, name)!r}, which is not a whole number")
-    return progress
+        return Progress.from_dict(body, recipe)
+    except FastWeightsError as error:
+        raise CheckpointError(f"{path} is not valid: {error.message()}") from error
 
 
 # Where checkpoints are
@@ -131,57 +204,82 @@ def checkpoints(folder: Path) -> list[Path]:
     Raises:
         CheckpointError: checkpoints/ is a link.
     """
-    parent, last = folder / CHECKPOINTS, folder / LAST
-    if parent.is_symlink():
-        raise CheckpointError(f"{parent} is a link, which is not followed: put the folder itself in its place")
+    parent, last = _checked_parent(folder), folder / LAST
     found = {_order(path): path for path in (parent.iterdir() if parent.is_dir() else ()) if _is_checkpoint(path)}
     if _is_folder(last) and (last / PROGRESS).is_file():
         found.setdefault(_order_of_copy(last), last)
     return [found[key] for key in sorted(found, reverse=True)]
 
 
-def newest_whole(folder: Path, announce: Callable[[str], None]) -> Path | None:
+def _checked_parent(folder: Path) -> Path:
+    """The folder of a run's checkpoints, which is no link."""
+    parent = folder / CHECKPOINTS
+    if parent.is_symlink():
+        raise CheckpointError(f"{parent} is a link, which is not followed: put the folder itself in its place")
+    return parent
+
+
+def newest_whole(folder: Path, recipe: Recipe, announce: Callable[[str], None]) -> Path | None:
     """The newest checkpoint that a run can resume from; None where no checkpoint was written yet.
 
     Args:
         folder: The run's folder.
+        recipe: That of the run.
         announce: Gets a line for each damaged checkpoint that is passed over.
 
     Raises:
-        CheckpointError: There are checkpoints, and all are damaged.
+        CheckpointError: All checkpoints are damaged, or the run had some, and none is there.
     """
+    remove_leftovers(_checked_parent(folder))
+    if was_never_saved(folder):
+        return None
     damages = []
-    remove_leftovers(folder / CHECKPOINTS)
     for checkpoint in checkpoints(folder):
-        damage = damage_of(checkpoint)
+        damage = damage_of(checkpoint, recipe)
         if damage is None:
             return checkpoint
         damages.append(f"the checkpoint {checkpoint} is damaged: {damage}")
         announce(damages[-1])
-    if damages or any((folder / name).is_symlink() for name in (LAST, BEST)):
-        raise CheckpointError(
-            f"the run in {folder} has no whole checkpoint to resume from ({'; '.join(damages) or 'none is there'}): "
-            "restore one, or start a new run in another folder"
-        )
-    return None
+    reason = "; ".join(damages) or f"none is there, and {RUN} does not say that none was written"
+    raise CheckpointError(
+        f"the run in {folder} has no whole checkpoint to resume from ({reason}): restore {folder / CHECKPOINTS}, or "
+        f"delete {folder} to start the run anew"
+    )
 
 
-def damage_of(checkpoint: Path) -> str | None:
-    """Why a run cannot resume from a checkpoint; None where it can. Those of version 0 have no checksums to compare."""
+def was_never_saved(folder: Path) -> bool:
+    """Whether it is certain that a run has reported no checkpoint, so that nothing is lost if it starts at step 0.
+
+    The run.json of an earlier version does not say so.
+    """
+    if not folder.exists() or is_unused(folder):
+        return True
+    linked_folder = (folder / CHECKPOINTS).is_symlink()
+    if linked_folder or checkpoints(folder) or any(os.path.lexists(folder / name) for name in (LAST, BEST)):
+        return False
     try:
-        if not (checkpoint / MANIFEST).is_file() and read_progress(checkpoint).format == 0:
-            with open_training(checkpoint):
-                return None
-    except CheckpointError as error:
-        return str(error).split("; ")[0]
+        run = read_run_file(folder / RUN)
+    except CheckpointError:
+        return False
+    return isinstance(run, dict) and run.get(CHECKPOINTED) is False
+
+
+def damage_of(checkpoint: Path, recipe: Recipe | None = None) -> str | None:
+    """Why a run cannot resume from a checkpoint; None where it can. Those of version 0 have no checksums to compare."""
+    has_manifest = (checkpoint / MANIFEST).is_file()
+    damage = find_damage(checkpoint) if has_manifest else None
+    if damage is not None:
+        return damage
     if not (checkpoint / TRAINING).is_file():
         return f"{TRAINING} is missing"
-    return find_damage(checkpoint)
-
-
-def has_steps(folder: Path) -> bool:
-    """Whether a run has a checkpoint after its first step."""
-    return any(path.name == LAST or _order(path)[0] > 0 for path in checkpoints(folder))
+    try:
+        version = read_progress(checkpoint, recipe).format
+        if (version > 0) != has_manifest:
+            return f"{PROGRESS} has format {version}, and {MANIFEST} is {'there' if has_manifest else 'missing'}"
+        with open_training(checkpoint):
+            return None
+    except CheckpointError as error:
+        return str(error).split("; ")[0]
 
 
 def _is_folder(path: Path) -> bool:
@@ -209,6 +307,19 @@ def _order_of_copy(last: Path) -> tuple[int, int]:
 # Writing
 
 
+def write_run(folder: Path, config: dict[str, Any], checkpointed: bool) -> None:
+    """Write run.json: the settings of the run, and whether it has reported a checkpoint."""
+    write_json(folder / RUN, config | {CHECKPOINTED: checkpointed})
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """The settings in run.json."""
+    values = read_run_file(folder / RUN)
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{folder / RUN} must hold an object, found a {type(values).__name__}: restore it")
+    return {name: value for name, value in values.items() if name != CHECKPOINTED}
+
+
 def link(folder: Path, name: str, checkpoint: Path) -> None:
     """Point `best` or `last` at a checkpoint, in one step."""
     path = folder / name
@@ -223,7 +334,7 @@ def restore_links(folder: Path, checkpoint: Path, progress: Progress) -> None:
         return
     if linked(folder, LAST) != checkpoint.resolve():
         link(folder, LAST, checkpoint)
-    best = None if progress.best is None else _checkpoint_of_step(folder, progress.best["step"])
+    best = None if progress.best is None else _checkpoint_of_step(folder, progress.best.step)
     if best is not None and linked(folder, BEST) != best.resolve():
         link(folder, BEST, best)
 
@@ -262,9 +373,9 @@ def write_checkpoint(
                 model.save_pretrained(temporary, state_dict=weights)
                 _save_tokenizer(tokenizer, temporary)
                 write_tensors(temporary / TRAINING, training)
-                write_json(temporary / PROGRESS, asdict(progress))
+                write_json(temporary / PROGRESS, progress.to_dict())
                 write_manifest(temporary)
-        if progress.best is not None and progress.best["step"] == progress.step:
+        if progress.best is not None and progress.best.step == progress.step:
             link(folder, BEST, target)
         link(folder, LAST, target)
     except OSError as error:
@@ -310,7 +421,7 @@ def _best_at(folder: Path, checkpoint: Path) -> Path | None:
         best = read_progress(checkpoint).best
     except CheckpointError:
         return None
-    return None if best is None else _checkpoint_of_step(folder, best["step"])
+    return None if best is None else _checkpoint_of_step(folder, best.step)
 
 
 def model_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -18,19 +18,19 @@ _STEP_LINE: dict[str, type] = {"step": int, "stage": int, "tokens": int, "loss":
 _VALIDATION_LINE: dict[str, type] = {"step": int, "stage": int, "validation_loss": float}
 
 
-def read_log(folder: Path, until: int | None) -> tuple[list[dict[str, Any]], list[int]]:
+def read_log(folder: Path, until: int | None) -> tuple[list[dict[str, Any]], int]:
     """Read the log up to step `until`, or nothing of it if that is None. A line that cannot be read is left out.
 
     Returns:
-        The lines, and the steps that have none.
+        The lines, and the number of steps that have none.
     """
     path = folder / LOG
     if until is None:
-        return [], []
+        return [], 0
     texts = path.read_text(errors="replace").splitlines() if path.is_file() else ()
     lines = [line for line in map(_parse_line, texts) if line is not None and line["step"] <= until]
-    steps = {line["step"] for line in lines if "loss" in line}
-    return lines, [step for step in range(1, until + 1) if step not in steps]
+    steps = {line["step"] for line in lines if "loss" in line and line["step"] > 0}
+    return lines, until - len(steps)
 
 
 def _parse_line(text: str) -> dict[str, Any] | None:
@@ -49,13 +49,6 @@ def truncate_log(folder: Path, lines: list[dict[str, Any]]) -> None:
     """Replace the log by lines of it: the run writes those again that came after its checkpoint."""
     if (folder / LOG).is_file():
         write_text(folder / LOG, "".join(json.dumps(line) + "\n" for line in lines))
-
-
-def last_logged_step(folder: Path) -> int:
-    """The last step in the log; 0 where there is none."""
-    path = folder / LOG
-    texts = path.read_text(errors="replace").splitlines() if path.is_file() else ()
-    return max((line["step"] for line in map(_parse_line, texts) if line is not None), default=0)
 
 
 def last_logged(path: Path) -> dict[str, Any]:

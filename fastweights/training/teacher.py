@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from fastweights.loading import load
+from fastweights.model_paths import locate
 from fastweights.modeling.families import family_of
 from fastweights.utils.errors import Argument, CheckpointError, FastWeightsError
 
@@ -19,7 +21,14 @@ def base_of(model: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def load_teacher(student: Any, source: str, teacher: str | None = None, *, dtype: Any) -> Any:
+def load_teacher(
+    student: Any,
+    source: str,
+    teacher: str | None = None,
+    *,
+    dtype: Any,
+    announce: Callable[[str], None] = lambda text: None,
+) -> Any:
     """Load a student's teacher and check that it fits.
 
     Args:
@@ -27,6 +36,7 @@ def load_teacher(student: Any, source: str, teacher: str | None = None, *, dtype
         source: Where the student comes from, for error messages.
         teacher: Hub id or folder of the teacher; by default the model that the student was converted from.
         dtype: Precision of the teacher.
+        announce: Gets a line with the teacher that the student's config names, before it is read: it may be a hub id.
 
     Returns:
         The teacher, in the state that `load` returns.
@@ -40,6 +50,9 @@ def load_teacher(student: Any, source: str, teacher: str | None = None, *, dtype
             f"{source} does not say which model it was converted from: name it with ", Argument("teacher")
         )
     try:
+        locate(name)
+        if not teacher:
+            announce(f"{source} was converted from {name}, which is loaded")
         model = load(name, dtype=dtype)
     except CheckpointError as error:
         default = () if teacher else (f"the base of {source} is not found, name it with ",)

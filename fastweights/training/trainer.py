@@ -36,10 +36,19 @@ from fastweights.model_paths import display_name
 from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.families import family_of
 from fastweights.modeling.modes import autocast, is_low_precision
-from fastweights.results import Divergence, TrainingResult
+from fastweights.results import (
+    BaseModel,
+    Data,
+    Divergence,
+    LossPoint,
+    StageSummary,
+    TrainedModel,
+    TrainingResult,
+    ValidationPoint,
+)
 from fastweights.training import checkpoint as saved
 from fastweights.training.checks import check_run, check_tracker
-from fastweights.training.log import last_logged_step, read_log, truncate_log
+from fastweights.training.log import read_log, truncate_log
 from fastweights.training.losses import Batch, StageLoss, converted_layers, next_token_loss
 from fastweights.training.micro_batch import micro_batch_size
 from fastweights.training.optimizer import (
@@ -58,7 +67,7 @@ from fastweights.training.recipe import Recipe, Stage
 from fastweights.training.run_folder import TrainingError, check_new_run, check_no_run, check_resumes, resume_call
 from fastweights.training.teacher import load_teacher
 from fastweights.utils.errors import Argument, CheckpointError, FastWeightsError, Stopped, error_context
-from fastweights.utils.files import FileLock, absolute, append_text, make_folder, remove_leftovers, write_json
+from fastweights.utils.files import FileLock, absolute, append_text, make_folder, remove_leftovers
 from fastweights.utils.progress import LINE_EVERY, Display, duration_text
 from fastweights.utils.settings import check_settings, setting
 from fastweights.utils.signals import StopNow, stop_signals
@@ -185,7 +194,7 @@ def resume(
     folder = Path(folder)
     check_resumes(folder)
     try:
-        config = TrainConfig.from_dict(saved.read_run_file(folder / saved.RUN))
+        config = TrainConfig.from_dict(saved.read_run(folder))
     except (KeyError, TypeError) as error:
         raise TrainingError(f"{folder / saved.RUN} is not of this version of fastweights: {error}") from error
     if memory_share is not None:
@@ -321,11 +330,10 @@ class Trainer:
         with self._write_errors(folder):
             self._lock.acquire()
             with self.display.phase("checking the checkpoints"):
-                self.last = last = saved.newest_whole(folder, self.display.print)
+                self.last = last = saved.newest_whole(folder, self.recipe, self.display.print)
         if last is None:
-            self._check_never_saved()
             self.display.print(f"no checkpoint was written yet in {folder}: the run starts at step 0")
-        progress = saved.Progress() if last is None else saved.read_progress(last)
+        progress = saved.Progress() if last is None else saved.read_progress(last, self.recipe)
         self._check_same_recipe(progress)
         with self._write_errors(folder):
             log, missing = read_log(folder, None if last is None else progress.step)
@@ -334,17 +342,8 @@ class Trainer:
                 saved.restore_links(folder, last, progress)
                 self.display.print(f"resuming from {last.relative_to(folder)}, step {progress.step}")
         if missing:
-            self.display.print(f"{folder / saved.LOG} cannot be read at {len(missing)} of {progress.step} steps")
+            self.display.print(f"{folder / saved.LOG} cannot be read at {missing} of {progress.step} steps")
         return last, progress, log
-
-    def _check_never_saved(self) -> None:
-        """Refuse to start a run again whose log is longer than it can be without a checkpoint."""
-        logged = last_logged_step(self.folder)
-        if logged > min(self.recipe.checkpoint_every, self.recipe.steps_of(self.recipe.stages[0])):
-            raise TrainingError(
-                f"the run in {self.folder} has no checkpoint to resume from, but its log ends at step {logged}: "
-                f"restore {self.folder / saved.CHECKPOINTS}, or start a new run in another folder"
-            )
 
     def _check_same_recipe(self, progress: saved.Progress) -> None:
         before = progress.recipe
@@ -360,7 +359,9 @@ class Trainer:
             return None
         dtype = torch.bfloat16 if is_low_precision(self.device, self.recipe.precision) else torch.float32
         with self.display.phase("loading the teacher, the model before conversion"):
-            teacher = load_teacher(self.student, self.config.model, self.config.teacher, dtype=dtype)
+            teacher = load_teacher(
+                self.student, self.config.model, self.config.teacher, dtype=dtype, announce=self.display.print
+            )
         if isinstance(teacher, FastWeightsMixin) and any(stage.teaches_layers for stage in self.recipe.stages):
             name = teacher.config._name_or_path
             raise TrainingError(Argument("teacher"), f" {name} is converted itself: transfer and fit need attention")
@@ -427,7 +428,10 @@ class Trainer:
                 self._lock.acquire()
                 check_no_run(self.folder)  # another process may have trained here in the meantime
                 remove_leftovers(self.folder)
-            write_json(self.folder / saved.RUN, self.config.to_dict())
+            self._write_run()
+
+    def _write_run(self) -> None:
+        saved.write_run(self.folder, self.config.to_dict(), checkpointed=self.last is not None)
 
     # A stage
 
@@ -541,7 +545,7 @@ class Trainer:
         """Whether to validate after the current step of a stage of `steps` steps. False where that was done."""
         progress = self.progress
         due = progress.stage_step == steps or progress.stage_step % self.recipe.validate_every == 0
-        done = bool(progress.validation) and progress.validation[-1]["step"] == progress.step
+        done = bool(progress.validation) and progress.validation[-1].step == progress.step
         return self.validation is not None and progress.stage_step > 0 and due and not done
 
     def _print_estimate(self, seconds: list[float]) -> None:
@@ -627,8 +631,8 @@ class Trainer:
         name = display_name(self.teacher.config._name_or_path)
         what = "measuring the base model on the validation text"
         loss = self.validation_loss(lambda batch: next_token_loss(self.teacher, batch), what)
-        self.progress.base = {"name": name, "perplexity": perplexity_from_loss(loss)}
-        self.display.print(f"base model {name}: validation perplexity {self.progress.base['perplexity']:,.2f}")
+        self.progress.base = BaseModel(name=name, perplexity=perplexity_from_loss(loss))
+        self.display.print(f"base model {name}: validation perplexity {self.progress.base.perplexity:,.2f}")
 
     def _validate(self, module: nn.Module) -> bool:
         """Validate and log it. Returns whether it is the best so far."""
@@ -643,14 +647,15 @@ class Trainer:
             if progress.step:
                 raise Diverged(f"step {progress.step}: the validation loss is {loss}")
             return False  # right after conversion; training may repair it
-        point = {"step": progress.step, "tokens": progress.tokens, "stage": progress.stage, "loss": loss}
-        progress.validation.append(point | {"perplexity": perplexity_from_loss(loss)})
+        place: dict[str, Any] = dict(step=progress.step, tokens=progress.tokens, stage=progress.stage)
+        point = ValidationPoint(loss=loss, perplexity=perplexity_from_loss(loss), **place)
+        progress.validation.append(point)
         self._write_log({"step": progress.step, "stage": progress.stage, "validation_loss": loss}, sync=True)
-        base = None if progress.base is None else progress.base["perplexity"]
-        self.display.validation(progress.tokens, progress.validation[-1]["perplexity"], base)
-        improved = progress.best is None or loss <= progress.best["loss"]
+        base = None if progress.base is None else progress.base.perplexity
+        self.display.validation(progress.tokens, point.perplexity, base)
+        improved = progress.best is None or loss <= progress.best.loss
         if improved:
-            progress.best = progress.validation[-1]
+            progress.best = point
         return improved
 
     @torch.no_grad()
@@ -716,7 +721,10 @@ class Trainer:
             except CheckpointError as error:
                 raise TrainingError(*error.parts, "; ", *self._recovery_hint()) from error
         self.accelerator.wait_for_everyone()
-        self.last = saved.checkpoint_folder(self.folder, self.progress)
+        is_first, self.last = self.last is None, saved.checkpoint_folder(self.folder, self.progress)
+        if is_first and self.is_main:
+            with self._write_errors(self.folder / saved.RUN):
+                self._write_run()
 
     @contextmanager
     def _write_errors(self, path: Path) -> Iterator[None]:
@@ -780,49 +788,47 @@ class Trainer:
         curve = losses[:: max(1, len(losses) // CURVE_POINTS)]
         seconds: list[float | None] = [*progress.stage_seconds, *[None] * len(recipe.stages)]
         stages = [
-            {
-                "name": stage.loss,
-                "loss": stage.loss,
-                "steps": recipe.steps_of(stage),
-                "tokens": recipe.steps_of(stage) * recipe.batch_tokens,
-                "seconds": seconds[number],
-            }
+            StageSummary(
+                name=stage.loss,
+                loss=stage.loss,
+                steps=recipe.steps_of(stage),
+                tokens=recipe.steps_of(stage) * recipe.batch_tokens,
+                seconds=seconds[number],
+            )
             for number, stage in enumerate(recipe.stages)
         ]
-        model = {
-            "name": display_name(self.config.model),
-            "parameters": sum(p.numel() for p in self.student.parameters()),
-            "settings": getattr(self.student.config, "fastweights", None),
-        }
-        return TrainingResult.from_dict(
-            {
-                "name": self.folder.name,
-                "seed": recipe.seed,
-                "tokens": progress.tokens,
-                "recipe": recipe.to_dict(),
-                "model": model,
-                "data": {"name": Path(self.config.data).name, "tokens": len(self.tokens)},
-                "base": progress.base,
-                "processes": self.world_size,
-                "stages": stages,
-                "curve": [{name: line[name] for name in ("step", "tokens", "stage", "loss")} for line in curve],
-                "validation": progress.validation,
-                "best": progress.best,
-                "last": progress.validation[-1] if progress.validation else None,
-                "diverged": None if diverged is None else diverged.to_dict(),
-                "seconds": progress.seconds,
-                "finished": diverged is None,
-                "warning": self._warning(),
-            }
+        model = TrainedModel(
+            name=display_name(self.config.model),
+            parameters=sum(p.numel() for p in self.student.parameters()),
+            settings=getattr(self.student.config, "fastweights", None),
+        )
+        return TrainingResult(
+            name=self.folder.name,
+            seed=recipe.seed,
+            tokens=progress.tokens,
+            recipe=recipe.to_dict(),
+            model=model,
+            data=Data(name=Path(self.config.data).name, tokens=len(self.tokens)),
+            base=progress.base,
+            processes=self.world_size,
+            stages=stages,
+            curve=[LossPoint(**{name: line[name] for name in ("step", "tokens", "stage", "loss")}) for line in curve],
+            validation=progress.validation,
+            best=progress.best,
+            last=progress.validation[-1] if progress.validation else None,
+            diverged=diverged,
+            seconds=progress.seconds,
+            finished=diverged is None,
+            warning=self._warning(),
         )
 
     def _warning(self) -> str | None:
         """How much worse the run ended than it began, and what to change; None where it did not."""
         points, best = self.progress.validation, self.progress.best
-        if not points or points[0]["step"] or best is None or points[-1]["loss"] <= points[0]["loss"]:
+        if not points or points[0].step or best is None or points[-1].loss <= points[0].loss:
             return None
-        start, end = (f"{point['perplexity']:,.2f}" for point in (points[0], points[-1]))
-        model = f"that of step {best['step']:,}" if best["step"] else "the one before the first step"
+        start, end = (f"{point.perplexity:,.2f}" for point in (points[0], points[-1]))
+        model = f"that of step {best.step:,}" if best.step else "the one before the first step"
         rates = ", ".join(f"{stage.loss}.learning_rate={stage.learning_rate:g}" for stage in self.recipe.stages)
         return (
             f"This run ended worse than it began: its validation perplexity was {start} before the first step and is "

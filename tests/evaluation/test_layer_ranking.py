@@ -301,7 +301,8 @@ def run(*arguments: Any) -> Result:
 def error_of(*arguments: Any) -> str:
     result = run(*arguments)
     assert result.exit_code == 2 and result.stdout == "", (result.output, result.exception)
-    (line,) = result.stderr.splitlines()
+    *notices, line = result.stderr.splitlines()
+    assert all(" was converted from " in notice for notice in notices)
     return line.removeprefix("error: ")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -38,6 +39,7 @@ from fastweights.experiments.grid import Variant
 from fastweights.experiments.job import Job, Setup
 from fastweights.loading import load, load_tokenizer
 from fastweights.training import checkpoint
+from fastweights.utils.files import FileLock
 from fastweights.utils.signals import stop_signals
 
 LONG = 30
@@ -217,10 +219,10 @@ def test_a_resumed_run_gets_the_memory_share_of_now(files: Files, tmp_path: Path
     setup = Setup(tmp_path, str(files.base), str(files.data), str(files.validation), device="cpu")
     job = Job(setup, Variant("one", "one", make_recipe(FINETUNE)))
     job.folder.mkdir(parents=True)
-    job.prepare(1.0)
+    job.prepare(1.0, pytest.fail)
     (job.training / checkpoint.LAST).mkdir(parents=True)
     (job.training / checkpoint.LAST / checkpoint.PROGRESS).write_text("{}")
-    job.prepare(0.25)
+    job.prepare(0.25, pytest.fail)
     assert job.log.read_text() == "started\nresumed\n"
     assert json.loads((job.training / checkpoint.RUN).read_text())["memory_share"] == 0.25
 
@@ -353,7 +355,7 @@ def test_resumed_comparison_matches_uninterrupted_runs(
     end(program, output)
     assert all(0 < lines_in(folder) < lines_in(undisturbed[name]) for name, folder in folders.items())
     assert not any((output / "results").iterdir())
-    saved = {name: checkpoint.has_steps(folder) for name, folder in folders.items()}
+    saved = {name: bool(checkpoint.checkpoints(folder)) for name, folder in folders.items()}
     assert end is kill_all or all(saved.values())
     succeed(*command)
     for name, folder in folders.items():
@@ -363,6 +365,54 @@ def test_resumed_comparison_matches_uninterrupted_runs(
         printed = (output / "runs" / name / "log.txt").read_text()
         assert ("resumed\n" in printed) == saved[name] and printed.count("started\n") == 2 - saved[name]
     assert (output / "results/third.json").is_file() == (end is ask_to_stop)
+
+
+def interrupt_runs(files: Files, grid: Path, output: Path) -> None:
+    """Two runs of a comparison, killed after some steps."""
+    program = Program(
+        output.with_name("printed.txt"), *typed(files, grid, output, "--jobs", 2, "--only", "first,second")
+    )
+    folders = [output / "runs" / name / "training" for name in ("first", "second")]
+    wait_until(lambda: all(lines_in(folder) > 3 for folder in folders), program.running)
+    kill_all(program, output)
+
+
+def test_run_that_lost_its_checkpoints_is_refused_and_others_finish(
+    files: Files, long_runs: tuple[Path, dict[str, Path]], tmp_path: Path
+) -> None:
+    output, training = tmp_path / "out", tmp_path / "out/runs/first/training"
+    interrupt_runs(files, long_runs[0], output)
+    shutil.rmtree(training / "checkpoints")
+    before = {path.name: path.is_symlink() or path.read_bytes() for path in training.iterdir() if path.name != ".lock"}
+    found = run(*typed(files, long_runs[0], output, "--only", "first,second"))
+    assert found.exit_code == 1 and [path.stem for path in (output / "results").iterdir()] == ["second"]
+    said = found.stderr.splitlines()[-1]
+    assert f"first: the run in {training} has no whole checkpoint" in said and f"delete {training} to start" in said
+    after = {path.name: path.is_symlink() or path.read_bytes() for path in training.iterdir() if path.name != ".lock"}
+    assert {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)} <= {"run.json"}
+
+
+def test_run_without_a_checkpoint_starts_anew_and_says_so(files: Files, tmp_path: Path) -> None:
+    grid = write_grid(tmp_path, {"one": {"rule": "decay"}}, make_recipe((FINETUNE[0] | {"tokens": STEP},)))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(runner, "launch", launch_killed)
+        assert "step 0" not in run(*typed(files, grid, tmp_path)).stderr
+    found = succeed(*typed(files, grid, tmp_path))
+    training = tmp_path / "runs/one/training"
+    assert f"one: no checkpoint was written yet in {training}: the run starts at step 0" in found.stderr
+
+
+def test_run_that_another_process_trains_is_refused_and_stays(files: Files, tmp_path: Path) -> None:
+    grid = write_grid(tmp_path, {"one": {"rule": "decay"}}, make_recipe((FINETUNE[0] | {"tokens": STEP},)))
+    training = tmp_path / "runs/one/training"
+    training.mkdir(parents=True)
+    (training / "log.jsonl").write_text("{}")
+    (training / "run.json").write_text('{"checkpointed": false}')
+    with FileLock(training / ".lock") as lock:
+        lock.acquire()
+        found = run(*typed(files, grid, tmp_path))
+    assert found.exit_code == 1 and f"one: {training} is in use by process {os.getpid()}" in found.stderr
+    assert (training / "log.jsonl").is_file() and (training / "run.json").is_file()
 
 
 @pytest.mark.parametrize("step", ["prepare", "finish"])

@@ -6,7 +6,9 @@ folder are as of the last fsync of that folder. Whatever came later may be there
 
 from __future__ import annotations
 
+import builtins
 import errno
+import io
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ from typing import Any
 
 import pytest
 import safetensors.torch
+import transformers.modeling_utils
 
 from fastweights.utils import files
 
@@ -52,11 +55,17 @@ def watched_operations(root: Path, before: Callable[[str, str], None], after: Ca
 
         for name in OPERATIONS:
             watch(os, name, _path_of_descriptor if name == "fsync" else _path_changed_by(name))
-        watch(Path, "open", lambda path, mode="r", *_, **__: str(path) if set(mode) & set("wax+") else "")
-        watch(safetensors.torch, "save_file", lambda _, path, *__: str(path))
+        for module in (io, builtins):  # Path.open calls the first
+            watch(module, "open", _path_written)
+        watch(safetensors.torch, "save_file", lambda _, path, *__, **___: str(path))
+        watch(transformers.modeling_utils, "safe_save_file", lambda _, path, **__: str(path))
         if hasattr(files, "_exchange"):
             watch(files, "_exchange", lambda first, _: str(first))
         yield
+
+
+def _path_written(path: Any, mode: str = "r", *_: Any, **__: Any) -> str:
+    return str(path) if set(mode) & set("wax+") else ""
 
 
 def _path_of_descriptor(handle: int) -> str:
@@ -98,7 +107,7 @@ class RecordedDisk:
     def record(self) -> Iterator[None]:
         self._scan(self.root)
         self._synced = dict(self._content)
-        self._synced_names = dict.fromkeys(self._names, 0)
+        self._synced_names = {key: len(history) - 1 for key, history in self._names.items()}
         try:
             with watched_operations(self.root, self._before, self._after):
                 yield

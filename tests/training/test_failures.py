@@ -38,6 +38,7 @@ from helpers.training import (
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
+from fastweights.results import ValidationPoint
 from fastweights.training import checkpoint
 from fastweights.training.trainer import Diverged, TrainConfig, Trainer, TrainingError, resume, train
 from fastweights.utils.progress import Display
@@ -239,7 +240,8 @@ def test_best_checkpoint_that_becomes_the_last_gets_its_optimizer_state(tmp_path
     """Killed between its links and removed because no run resumes from it: it is written once more."""
     model, run_folder = pretrained("gpt2"), tmp_path / "run"
     weights, training = checkpoint.model_weights(model), {"moment": torch.ones(3)}
-    saved = [checkpoint.Progress(step=step, best={"step": step}) for step in (6, 5, 6)]
+    points = [ValidationPoint(step=step, tokens=step, stage=0, loss=1.0, perplexity=2.7) for step in (6, 5, 6)]
+    saved = [checkpoint.Progress(step=point.step, validation=[point], best=point) for point in points]
     for progress in saved[:2]:
         checkpoint.write_checkpoint(run_folder, model, weights, tokenizer(), training, progress)
     target = run_folder / "checkpoints" / "0-0000006"

@@ -16,6 +16,7 @@ import pytest
 from helpers.cli import run
 from helpers.training import (
     FINETUNE,
+    STEP,
     Crash,
     Files,
     assert_same_run,
@@ -32,9 +33,12 @@ from helpers.training import (
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
+from fastweights.training.checkpoint import damage_of
+from fastweights.training.log import read_log
 from fastweights.training.trainer import TrainConfig, TrainingError, resume
 from fastweights.utils.errors import CheckpointError, FastWeightsError
 from fastweights.utils.files import FileLock, LockedError, temporary_name
+from fastweights.utils.manifest import write_manifest
 from fastweights.utils.progress import Display
 
 
@@ -145,15 +149,99 @@ def test_link_to_an_older_checkpoint_does_not_discard_the_newest(folder: Path, w
     assert_same_run(folder, whole)
 
 
-@pytest.mark.parametrize("removed", [("checkpoints",), ("checkpoints", "last", "best")])
+# What a run with checkpoints never has in its progress.json, although its checksum is right.
+WRONG_PROGRESS: dict[str, Any] = {
+    "best": ["abc", {}, {"step": 4}, None],
+    "validation": ["abc", [1], [{}], [], None],
+    "base": [1, {"name": 1}],
+    "seconds": ["abc", None, -1.0, float("nan"), float("inf")],
+    "stage_seconds": ["abc", ["abc"], [], [0.0] * 3, [-1.0]],
+    "stage": [-1, 1, 99, 0.0, True],
+    "stage_step": [-5, 0, 3, 7, "4"],
+    "step": [0, 3, 10**10, -4, None],
+    "tokens": [0, -1, 10**300],
+    "recipe": [{"speed": 1}, {"stages": 1}, "abc"],
+    "data": ["abc", 1],
+    "format": [0, 2, -1],
+    "unknown": [1],
+}
+
+
+def edit_progress(checkpoint: Path, **changes: Any) -> None:
+    """Change or, with `...`, leave out fields of progress.json, and make the manifest fit it."""
+    path = checkpoint / "progress.json"
+    values = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: value for name, value in values.items() if value is not ...}))
+    write_manifest(checkpoint)
+
+
+@pytest.mark.parametrize("field", WRONG_PROGRESS)
+def test_wrong_progress_with_a_right_checksum_is_damage(crashed: Path, tmp_path: Path, field: str) -> None:
+    for number, value in enumerate([..., *WRONG_PROGRESS[field]][field == "unknown" :]):
+        checkpoint = Path(shutil.copytree(crashed / "checkpoints" / "0-0000004", tmp_path / str(number)))
+        assert damage_of(checkpoint) is None
+        edit_progress(checkpoint, **{field: value})
+        damage = damage_of(checkpoint)
+        assert damage is not None and "progress.json" in damage and "\n" not in damage, value
+
+
+def test_progress_of_other_validations_is_damage(folder: Path) -> None:
+    checkpoint = folder / "checkpoints" / "0-0000004"
+    point = json.loads((checkpoint / "progress.json").read_text())["validation"][0]
+    edits = [{"step": 5}, {"step": -1}, {"tokens": 7}, {"loss": float("nan")}, {"stage": 3}, {"loss": "abc"}]
+    for changes in edits:
+        edit_progress(checkpoint, validation=[point | changes], best=point | changes)
+        assert "validation[0]." in str(damage_of(checkpoint)), changes
+    worse = point | {"step": 2, "tokens": 2 * STEP, "loss": point["loss"] + 1}
+    edit_progress(checkpoint, validation=[point, worse], best=worse)
+    assert "best" in str(damage_of(checkpoint))
+    edit_progress(checkpoint, validation=[worse, point], best=point)
+    assert "validation[1].step" in str(damage_of(checkpoint))
+
+
+def test_run_resumes_from_the_checkpoint_before_one_with_wrong_progress(folder: Path, whole: Path) -> None:
+    edit_progress(folder / "checkpoints" / "0-0000004", best="abc")
+    shown = resume_with_output(folder)
+    assert "0-0000004 is damaged: " in shown and "progress.json is not valid: best must be" in shown
+    assert_same_run(folder, whole)
+
+
+def test_run_with_wrong_progress_only_is_refused_with_one_line(folder: Path) -> None:
+    for checkpoint in (folder / "checkpoints").iterdir():
+        edit_progress(checkpoint, stage=99)
+    result = run("train", "--resume", folder)
+    assert result.exit_code == 2 and "stage" in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.output
+
+
+def test_steps_without_a_line_are_counted_without_a_list_of_all(folder: Path) -> None:
+    assert read_log(folder, 10**15)[1] == 10**15 - 5
+
+
+@pytest.mark.parametrize(
+    "removed", [("checkpoints",), ("checkpoints", "last", "best"), ("checkpoints", "last", "best", "log.jsonl")]
+)
 def test_resume_of_a_run_that_lost_its_checkpoints_is_refused(folder: Path, removed: tuple[str, ...]) -> None:
     for name in removed:
         path = folder / name
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
-    before = log_of(folder)
-    with pytest.raises(FastWeightsError, match=r"no (whole )?checkpoint to resume from"):
+    before = {path.name: path.is_symlink() or path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
+    with pytest.raises(FastWeightsError, match="no whole checkpoint to resume from"):
         resume_in(folder)
-    assert log_of(folder) == before
+    after = {path.name: path.is_symlink() or path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
+    assert after == before
+
+
+def test_run_that_does_not_say_whether_it_had_checkpoints_is_refused(folder: Path) -> None:
+    """As one of an earlier version."""
+    for name in ("checkpoints", "last", "best", "log.jsonl"):
+        path = folder / name
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    values = json.loads((folder / "run.json").read_text())
+    del values["checkpointed"]
+    (folder / "run.json").write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match="no whole checkpoint to resume from"):
+        resume_in(folder)
 
 
 def test_run_stopped_before_its_first_checkpoint_starts_again_and_says_so(
@@ -174,11 +262,16 @@ def test_linked_checkpoints_folder_is_refused_and_its_target_unchanged(folder: P
     target = tmp_path / "elsewhere"
     (folder / "checkpoints").rename(target)
     (target / "photos").mkdir()
+    ended = subprocess.Popen([sys.executable, "-c", "pass"])
+    ended.wait()
+    leftover = target / temporary_name(Path("precious"), ended.pid)
+    leftover.mkdir()
+    (leftover / "photo").write_text("x")
     (folder / "checkpoints").symlink_to(target)
-    before = sorted(os.listdir(target))
+    before = sorted(target.rglob("*"))
     with pytest.raises(CheckpointError, match=r"checkpoints is a link"):
         resume_in(folder)
-    assert sorted(os.listdir(target)) == before
+    assert sorted(target.rglob("*")) == before
 
 
 def test_foreign_folders_and_links_among_checkpoints_stay(folder: Path, whole: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ Every hostile file would create a marker, and reading standard input fails the t
 
 from __future__ import annotations
 
+import ast
 import json
 import pickle
 import sys
@@ -256,12 +257,73 @@ def test_harmless_folder_that_points_at_hostile_base_runs_no_code(folder: Path, 
     assert result.exit_code == 0 and "measured without it" in result.stderr and not marker.exists()
 
 
-def test_adapter_that_points_at_a_base_with_kernels_is_refused(folder: Path, tmp_path: Path) -> None:
-    base = save_model(tmp_path / "base")
+@pytest.fixture
+def hub_requests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of hosts that were looked up. None is reached."""
+    asked: list[str] = []
+
+    def look_up(host: str, *_: Any, **__: Any) -> None:
+        asked.append(host)
+        raise OSError("no network in tests")
+
+    monkeypatch.setattr("socket.getaddrinfo", look_up)
+    return asked
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("base", ["someone/evil2", "base"])
+def test_adapter_in_a_folder_loads_no_other_model(
+    folder: Path, tmp_path: Path, hub_requests: list[str], reader: str, base: str
+) -> None:
+    adapter = folder / "adapter_config.json"
+    edit(adapter, peft_type="LORA", base_model_name_or_path=base)
+    with pytest.raises(CheckpointError, match=rf"{adapter} .*merge"):
+        READERS[reader](folder)
+    (folder / "config.json").unlink()  # without a whole model besides
+    with pytest.raises(CheckpointError, match=rf"{adapter} .*merge"):
+        READERS[reader](folder)
+    assert hub_requests == []
+
+
+def test_adapter_beside_a_gguf_file_loads_no_other_model(tmp_path: Path, hub_requests: list[str]) -> None:
+    from helpers.tiny_gguf import write_tiny_llama
+
+    file = tmp_path / "model.gguf"
+    write_tiny_llama(file)
+    load(file)
+    edit(tmp_path / "adapter_config.json", peft_type="LORA", base_model_name_or_path="someone/evil2")
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json"):
+        load(file)
+    assert hub_requests == []
+
+
+def test_adapter_of_the_hub_whose_base_names_kernels_is_refused(tmp_path: Path) -> None:
+    base, commit = save_model(tmp_path / "base"), "0" * 40
     edit(base / "config.json", attn_implementation="someone/kernel")
-    edit(folder / "adapter_config.json", base_model_name_or_path=str(base))
+    repository = tmp_path / "cache" / "models--someone--adapter"
+    for folder in ("refs", f"snapshots/{commit}"):
+        (repository / folder).mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    edit(repository / "snapshots" / commit / "adapter_config.json", base_model_name_or_path=str(base))
     with pytest.raises(CheckpointError, match="someone/kernel"):
-        load(folder)
+        load("someone/adapter", cache_dir=tmp_path / "cache", local_files_only=True)
+
+
+def test_base_that_a_folder_names_is_printed_before_the_hub_is_asked(
+    folder: Path, tmp_path: Path, hub_requests: list[str]
+) -> None:
+    edit(folder / "config.json", fastweights_base="someone/base")
+    text = tmp_path / "text.txt"
+    text.write_text("Some words.\n" * 200)
+    short = ("--recipe", "distill", "--set", "length=32", "--set", "batch_tokens=64")
+    for command in (
+        ("train", folder, "--data", text, *short, "-o", tmp_path / "run", "--device", "cpu"),
+        ("rank", folder, "--data", text),
+        ("profile", folder, "--lengths", "4"),
+    ):
+        assert f"{folder} was converted from someone/base" in run(*command).stderr.splitlines()[0]
+        assert hub_requests
+        hub_requests.clear()
 
 
 @pytest.mark.parametrize("tag", ["!!python/object/apply:builtins.open", "!!python/object/new:builtins.open"])
@@ -278,10 +340,23 @@ def test_yaml_tags_construct_no_objects(tmp_path: Path, marker: Path, tag: str) 
 
 
 def test_every_loader_of_transformers_is_called_without_trust() -> None:
-    """Every from_pretrained and from_config in the package passes trust_remote_code=False."""
-    package = Path(__file__).parents[2] / "fastweights"
-    for file in package.rglob("*.py"):
-        for line in file.read_text().splitlines():
-            calls = "AutoConfig.from_", "AutoTokenizer.from_", "AutoModelForCausalLM.from_", "kind.from_pretrained"
-            if any(f"return {call}" in line or f"= {call}" in line for call in calls) and "{name}" not in line:
-                assert "trust_remote_code=False" in line or "WITHOUT_CODE" in line, (file, line)
+    """Every call of from_pretrained and from_config in the package forbids code, but those of `super()`, which only
+    pass on what their caller gave."""
+    found = 0
+    for file in (Path(__file__).parents[2] / "fastweights").rglob("*.py"):
+        for call in (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)):
+            method = call.func
+            if not isinstance(method, ast.Attribute) or method.attr not in ("from_pretrained", "from_config"):
+                continue
+            if ast.unparse(method.value) == "super()":
+                continue
+            found += 1
+            assert any(_forbids_code(argument) for argument in call.keywords), (file.name, call.lineno)
+    assert found >= 4
+
+
+def _forbids_code(argument: ast.keyword) -> bool:
+    """Whether an argument is trust_remote_code=False, or ** of a dictionary whose last part is WITHOUT_CODE."""
+    if argument.arg is None:
+        return ast.unparse(argument.value).split("|")[-1].strip() == "WITHOUT_CODE"
+    return argument.arg == "trust_remote_code" and ast.unparse(argument.value) == "False"
