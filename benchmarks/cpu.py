@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fastweights as fw
 from fastweights.ops.chunked import chunked
-from fastweights.rules import RULES, loop
+from fastweights.rules import DELTA_RULES, RULES, loop
 from fastweights.utils.provenance import write_result
 
 B, T, H, D, M = 4, 1024, 12, 64, 32
@@ -39,7 +39,7 @@ DECODE_LENGTHS = (1024, 16384)
 def inputs(rule: str, seed: int = 0) -> list[Tensor]:
     torch.manual_seed(seed)
     q, k, v = torch.randn(B, T, H, M), torch.randn(B, T, H, M), torch.randn(B, T, H, D)
-    if rule == "delta":
+    if rule in DELTA_RULES:
         k = torch.nn.functional.normalize(k, dim=-1)
     gates = [torch.randn(B, T, H, *WIDTHS[width]) for width in RULES[rule].gates.values()]
     return [x.requires_grad_() for x in (q, k, v, *gates)]

@@ -25,13 +25,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastweights import ops
-from fastweights.rules import RULES
+from fastweights.rules import DELTA_RULES, RULES
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 LIMITS = {"bfloat16": 5e-3, "float32": 1e-4}
 BIASES = (-4.0, 0.0, 2.0, 6.0)
 TIMED_BIAS = 2.0
 TIMED_OPS = [("decay", 32), ("decay", 4), ("decay", 16), ("decay", 64), ("add", 32), ("gated", 32), ("delta", 32)]
+TIMED_OPS += [("gated_delta", 32), ("gated_delta", 64)]
 PROFILED_RUNS = 5
 PROFILED_ROWS = 12
 
@@ -78,7 +79,7 @@ def op_inputs(rule: str, m: int, shape: Shape, dtype: torch.dtype, bias: float, 
         return torch.randn(size, generator=generator, device=device).to(dtype)
 
     keys = draw(B, T, H, m, dtype=torch.float32)
-    keys = F.normalize(keys, dim=-1) if rule == "delta" else keys
+    keys = F.normalize(keys, dim=-1) if rule in DELTA_RULES else keys
     inputs = {"q": draw(B, T, H, m), "k": keys.to(dtype), "v": draw(B, T, H, d)}
     widths: dict[str, tuple[int, ...]] = {"m": (m,), "d": (d,), "1": ()}
     for gate, width in RULES[rule].gates.items():

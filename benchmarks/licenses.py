@@ -13,8 +13,16 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "licenses.md"
 INTRODUCTION = """# Licenses
 
-This page lists the licenses of the packages that fastweights is tested with. fastweights itself has the license
-Apache-2.0. The sources of the packaged model and its texts are listed in `fastweights/packaged/SOURCES.md`.
+On this page you look up the license of each package that fastweights is tested with. fastweights itself has the
+license Apache-2.0. The sources of the packaged model and its texts are listed in `fastweights/packaged/SOURCES.md`. For
+the version of a package that you have installed:
+
+```python
+from importlib.metadata import metadata
+
+stated = metadata("safetensors")
+print(stated["Version"], stated.get("License-Expression"), stated.get_all("Classifier"))
+```
 
 The packages are installed from PyPI, not included. Those in bold are needed by fastweights without extras, directly or
 indirectly; the others belong to extras, tests or the documentation. The licenses are copied from the metadata of the

@@ -10,8 +10,8 @@ it gets the same inputs as the operation. Errors are ||found - truth|| / ||truth
 - some gradients are differences of terms that may be much larger, and are compared with at least CANCELLED of these:
   a gate's is q dq - k dk or y dy - v dv (docs/derivations.md), and zero where the gate is past the floor; that of
   a query whose output is normalized is zero along the query (so all of it where m is 1: compared with the whole term),
-  and, as that of a key, zero where only one token is remembered; delta's state is erased along the first keys, all of
-  it where m is 1, and what is left of its gradient is compared with the upstream gradient of a state.
+  and, as that of a key, zero where only one token is remembered; the state of the delta rules is erased along the
+  first keys, all of it where m is 1, and what is left of its gradient is compared with the upstream one of a state.
 Kernels are compiled for padded widths, flags and dtypes, so these come in a fixed number of kinds; sizes vary freely.
 Shapes: see fastweights/ops/__init__.py.
 """
@@ -33,7 +33,7 @@ from measure import NOT_FINITE, first_line
 from torch import Tensor
 
 from fastweights import ops
-from fastweights.rules import RULES
+from fastweights.rules import DELTA_RULES, RULES
 from fastweights.utils.provenance import write_result
 
 # bfloat16 rounds by up to 4e-3: a tensor of few elements is not held to the 5e-3 of large ones.
@@ -57,9 +57,10 @@ def draw_case(seed: int) -> Case:
     """Everything random in a case except its values. Which kernels are compiled depends on the kind alone."""
     number = seed % KINDS
     kind = random.Random(number)
-    rule, dtype = list(itertools.product(RULES, LIMITS))[number % 12]
-    flags, heads = FLAGS[(number + number // 12) % len(FLAGS)], kind.randint(1, 4)
-    normalize = rule != "decay" and kind.random() < 0.3
+    pairs = list(itertools.product(RULES, LIMITS))
+    rule, dtype = pairs[number % len(pairs)]
+    flags, heads = FLAGS[(number + number // len(pairs)) % len(FLAGS)], kind.randint(1, 4)
+    normalize = RULES[rule].has_normalizer and kind.random() < 0.3
     groups = 2 if kind.random() < 0.25 else 1
     widest_m, widest_d = kind.choice(BLOCKS)
     sizes = random.Random(f"sizes {seed}")
@@ -96,7 +97,7 @@ def draw_tensors(case: Case, device: str) -> tuple[Tensors, Tensors, Tensors]:
     inputs = {"q": draw(B, T, case["groups"] * H, m), "k": draw(B, T, H, m), "v": draw(B, T, H, d)}
     if normalize:
         inputs |= {name: inputs[name].abs() + 0.1 for name in ("q", "k")}
-    if case["rule"] == "delta":
+    if case["rule"] in DELTA_RULES:
         inputs["k"] = torch.nn.functional.normalize(inputs["k"], dim=-1)
     widths: dict[str, tuple[int, ...]] = {"m": (m,), "d": (d,), "1": ()}
     for gate, width in RULES[case["rule"]].gates.items():
@@ -141,7 +142,7 @@ def cancelled_terms(case: Case, inputs: Tensors, upstream: Tensors, truth: Tenso
         found["dq"] = read.sum(-1) / inputs["q"].norm(dim=-1) / (CANCELLED if case["m"] == 1 else 1)
         found["dk"] = values.sum(-1) / inputs["k"].norm(dim=-1)
     terms = {"m": along_m + written, "d": along_d, "1": along_m.sum(-1) + let_in}
-    if case["rule"] == "delta":
+    if case["rule"] in DELTA_RULES:
         found["dstate"] = upstream["state"]
     for gate, width in RULES[case["rule"]].gates.items():
         found[f"d{gate}_logit"] = terms[width] * (-inputs[f"{gate}_logit"]).sigmoid()

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from fastweights.ops.triton import blocks, launch
-from fastweights.rules import RULES
+from fastweights.rules import DELTA_RULES, RULES
 
 BATCH, LENGTH, HEADS, D = 32, 1024, 12, 64
-FAMILIES = {"tiled": "decay", "delta": "delta"}
+FAMILIES = {"tiled": "decay"} | {rule: rule for rule in DELTA_RULES}
 DTYPES = {"16": torch.bfloat16, "32": torch.float32}
 CANDIDATES = {
     "forward": [(4, 3, 168), (4, 3, 128), (4, 2, 168), (8, 3, 0), (8, 2, 128), (4, 3, 0)],
@@ -128,8 +128,8 @@ def main() -> None:
     kinds = [
         (kernel, family, width, bm)
         for family, width, bm, kernel in itertools.product(options.families, options.widths, options.bm, CANDIDATES)
-        # delta multiplies in float32 whatever its inputs are, and its segments are its forward kernel
-        if not (family == "delta" and (kernel == "segments" or width == "16"))
+        # the delta rules multiply in float32 whatever the inputs are, and their segments are their forward kernel
+        if not (family in DELTA_RULES and (kernel == "segments" or width == "16"))
     ]
     jobs = [(*kind, choice) for kind in kinds for choice in CANDIDATES[kind[0]]]
     workers = min(len(jobs), os.cpu_count() or 1)

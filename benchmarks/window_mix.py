@@ -33,7 +33,7 @@ class Share(torch.nn.Module):
     def share(self) -> Tensor:
         return self.logit.sigmoid()
 
-    def forward(self, from_rule: Tensor, from_window: Tensor) -> Tensor:
+    def forward(self, from_rule: Tensor, from_window: Tensor, _: Tensor) -> Tensor:
         return torch.lerp(from_rule.float(), from_window.float(), self.share())
 
 
@@ -45,7 +45,7 @@ class Sum(torch.nn.Module):
     def share(self) -> Tensor:
         return self.weight
 
-    def forward(self, from_rule: Tensor, from_window: Tensor) -> Tensor:
+    def forward(self, from_rule: Tensor, from_window: Tensor, _: Tensor) -> Tensor:
         return from_rule.float() + self.weight * from_window.float()
 
 

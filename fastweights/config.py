@@ -17,16 +17,19 @@ LOCAL = "local"
 DEFAULT_LOCAL_WINDOW = 32
 LARGEST_M, LARGEST_WINDOW, LARGEST_LENGTH, LARGEST_SEED = 2**16, 2**20, 2**31, 2**31
 
-RULES = ("decay", "gated", "delta", "add", LOCAL)
+RULES = ("decay", "gated", "delta", "gated_delta", "add", LOCAL)
 FEATURE_MAPS = ("none", "relu", "elu", "dpfp", "favor+", "rfa")
 POSITIVE_MAPS = ("relu", "elu", "dpfp", "favor+")
-NORMALIZERS = ("none", "attention", "sum", "attention+sum")
+NORMALIZERS = ("none", "attention", "sum", "attention+sum", "unit")
 GATE_INITS = ("uniform", "log")
-FORGETTING_RULES = ("decay", "gated")
+MIXES = ("constant", "token")
+FORGETTING_RULES = ("decay", "gated", "gated_delta")
+UNIT_RULES = ("delta", "gated_delta")
 
-# The best configuration of each rule in the paper's Table 1.
+# The best configuration of each rule in the paper's Table 1. gated_delta is not in the paper.
 _BEST_MAP = {"delta": "relu"}
-_BEST_NORMALIZER = {"delta": "sum"}
+_BEST_NORMALIZER = {"delta": "sum", "gated_delta": "unit"}
+_BEST_GATE_INIT = {"gated_delta": "log"}
 
 
 class ConfigError(FastWeightsError):
@@ -50,13 +53,14 @@ class FastWeightsConfig:
     )
     normalize: str | None = setting(
         None,
-        "Normalization of outputs (attention), features (sum) or both; by default the best for the rule in the paper.",
+        "Normalization of outputs (attention), of features (sum, or unit for unit length), or of both; by default unit "
+        "for gated_delta, and for other rules the best one in the paper.",
         NORMALIZERS,
     )
-    gate_init: str = setting(
-        "uniform",
+    gate_init: str | None = setting(
+        None,
         "Initialization of the forget gates: uniform (as in the paper), or log (memory lengths spread "
-        "logarithmically from one token to train_length).",
+        "logarithmically from one token to train_length); by default log for gated_delta, and uniform for other rules.",
         GATE_INITS,
     )
     projection_init: str = setting(
@@ -70,6 +74,18 @@ class FastWeightsConfig:
         f"({DEFAULT_LOCAL_WINDOW} for the local rule, which is the window alone).",
         ge=0,
         le=LARGEST_WINDOW,
+    )
+    sinks: int = setting(
+        0,
+        "First tokens of each document that the window sees at any distance; fewer than window.",
+        ge=0,
+        le=LARGEST_WINDOW,
+    )
+    mix: str = setting(
+        "constant",
+        "The window's share in its mix with the state: constant (a number for each head), or token (for each head and "
+        "token, computed from the layer's input).",
+        MIXES,
     )
     output_norm: bool = setting(False, "Apply an RMS norm to the output of each head.")
     rotary: str = setting(
@@ -96,21 +112,35 @@ class FastWeightsConfig:
         check_settings(self, ConfigError)
         self._resolve_defaults()
         self._check_layers()
+        self._check_window()
         self._check_combination()
 
     def _resolve_defaults(self) -> None:
         defaults = {
             "feature_map": _BEST_MAP.get(self.rule, "none"),
             "normalize": _BEST_NORMALIZER.get(self.rule, "none"),
+            "gate_init": _BEST_GATE_INIT.get(self.rule, "uniform"),
             "window": DEFAULT_LOCAL_WINDOW if self.rule == LOCAL else 0,
         }
         for name, default in defaults.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, default)
 
-    def _check_layers(self) -> None:
+    def _check_window(self) -> None:
         if self.rule == LOCAL and self.window == 0:
             raise ConfigError(Argument("window"), " must be at least 1 for the local rule, found 0")
+        if self.sinks and self.sinks >= int(self.window or 0):
+            reason = "sinks are the first tokens that a window of the last ones sees, too"
+            found = (Argument("sinks"), f"={self.sinks}, ", Argument("window"), f"={self.window}")
+            raise ConfigError(
+                Argument("sinks"), " must be fewer than ", Argument("window"), ", found ", *found, f": {reason}"
+            )
+        if self.mix == "token" and (self.rule == LOCAL or not self.window):
+            found = (Argument("rule"), f"={self.rule!r}, ", Argument("window"), f"={self.window}")
+            reason = "'token' is the window's share in its mix with a state: it needs both, found "
+            raise ConfigError(Argument("mix"), f"={reason}", *found)
+
+    def _check_layers(self) -> None:
         if self.layers is None:
             return
         if any(layer < 0 for layer in self.layers):
@@ -136,6 +166,16 @@ class FastWeightsConfig:
                 "and has no projection_init",
             ),
             (
+                self.rule == "gated_delta" and self.normalizes_attention,
+                "the gated_delta rule has no attention normalization: its keys should have unit length "
+                "(use normalize='unit')",
+            ),
+            (
+                self.normalizes_unit and self.rule not in UNIT_RULES,
+                "unit length is for rules that overwrite what the state holds under a key: use one of the rules "
+                f"{', '.join(UNIT_RULES)}",
+            ),
+            (
                 self.normalizes_sum and self.feature_map not in POSITIVE_MAPS,
                 "sum normalization divides by the sum of the features, which must be positive: "
                 f"use one of the maps {', '.join(POSITIVE_MAPS)}",
@@ -150,7 +190,7 @@ class FastWeightsConfig:
             ),
             (
                 self.gate_init == "log" and self.rule not in FORGETTING_RULES,
-                f"gate_init='log' spreads forget gates, and only {' and '.join(FORGETTING_RULES)} have them",
+                f"gate_init='log' spreads forget gates: use one of the rules {', '.join(FORGETTING_RULES)}",
             ),
         ):
             if undefined:
@@ -167,6 +207,11 @@ class FastWeightsConfig:
     def normalizes_sum(self) -> bool:
         """Whether the features of a query or key are divided by their sum."""
         return "sum" in str(self.normalize)
+
+    @property
+    def normalizes_unit(self) -> bool:
+        """Whether the features of a query or key are scaled to unit length."""
+        return self.normalize == "unit"
 
     def converts(self, layer_index: int) -> bool:
         """Whether the layer with this index is converted."""

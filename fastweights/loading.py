@@ -15,7 +15,7 @@ from fastweights.modeling.source_files import (
     WITHOUT_CODE,
     check_arguments,
     check_config,
-    check_sizes,
+    check_weight_sizes,
     loading_errors,
 )
 from fastweights.tokenization import set_special_tokens
@@ -129,7 +129,7 @@ def _load(kind: Any, source: str | os.PathLike, **kwargs: Any) -> Any:
         else:
             check_config(folder, **kwargs)
             if kind is AutoModelForCausalLM:
-                check_sizes(folder)
+                check_weight_sizes(folder)
         return kind.from_pretrained(folder, **kwargs | WITHOUT_CODE)
 
 

@@ -159,6 +159,7 @@ class Result(Record):
     tokens: int
 
     def to_dict(self) -> dict[str, Any]:
+        """The result as it is written: plain values by name."""
         return {"kind": self.kind} | super().to_dict()
 
     def write(self, path: str | os.PathLike) -> None:

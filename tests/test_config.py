@@ -14,13 +14,15 @@ import fastweights
 from fastweights.config import DEFAULT_LOCAL_WINDOW, FEATURE_MAPS, POSITIVE_MAPS, RULES, ConfigError, FastWeightsConfig
 
 FIELDS = [f.name for f in fields(FastWeightsConfig)]
-# The best configuration of each rule in the paper's Table 1: feature map, normalizer, window.
+# The best configuration of each rule in the paper's Table 1, where gated_delta is missing: feature map, normalizer,
+# window, initialization of the gates.
 DEFAULTS = {
-    "decay": ("none", "none", 0),
-    "gated": ("none", "none", 0),
-    "add": ("none", "none", 0),
-    "delta": ("relu", "sum", 0),
-    "local": ("none", "none", 32),
+    "decay": ("none", "none", 0, "uniform"),
+    "gated": ("none", "none", 0, "uniform"),
+    "add": ("none", "none", 0, "uniform"),
+    "delta": ("relu", "sum", 0, "uniform"),
+    "gated_delta": ("none", "unit", 0, "log"),
+    "local": ("none", "none", 32, "uniform"),
 }
 VALID: list[dict[str, Any]] = [
     *({"rule": rule} for rule in RULES),
@@ -28,15 +30,23 @@ VALID: list[dict[str, Any]] = [
     {"rule": "gated", "feature_map": "favor+", "normalize": "attention", "gate_init": "log", "train_length": 512},
     {"rule": "decay", "window": 16, "output_norm": True, "rotary": "drop", "state_heads": "kv", "seed": 7},
     {"rule": "delta", "projection_init": "random"},
+    {"rule": "delta", "feature_map": "none", "normalize": "unit"},
+    {"rule": "gated_delta", "gate_init": "uniform", "feature_map": "elu", "normalize": "sum"},
+    {"rule": "gated", "window": 1, "mix": "token"},
+    {"rule": "local", "sinks": 4},
+    {"rule": "decay", "window": 2, "sinks": 1},
     {"rule": "add", "layers": (0, 3, 5), "positions": "clamp", "feature_map": "rfa", "m": 4},
     {"rule": "local", "window": 1},
     # no positive map is asked for where the divisor alone is summed: the paper tried it (and it diverged)
     {"rule": "add", "normalize": "attention"},
 ]
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"rule": "softmax"}, r"rule='softmax' is not known; choose one of decay, gated, delta, add, local"),
+    ({"rule": "softmax"}, r"rule='softmax' is not known; choose one of decay, gated, delta, gated_delta, add, local"),
     ({"feature_map": "cosine"}, r"feature_map='cosine' is not known; choose one of none, relu, elu, dpfp"),
-    ({"normalize": "layer"}, r"normalize='layer' is not known; choose one of none, attention, sum, attention\+sum"),
+    (
+        {"normalize": "layer"},
+        r"normalize='layer' is not known; choose one of none, attention, sum, attention\+sum, unit",
+    ),
     ({"gate_init": "zero"}, r"gate_init='zero' is not known; choose one of uniform, log"),
     ({"rotary": "maybe"}, r"rotary='maybe' is not known; choose one of keep, drop"),
     ({"state_heads": "all"}, r"state_heads='all' is not known; choose one of query, kv"),
@@ -47,6 +57,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"window": -1}, r"window must be between 0 and 1,048,576, found -1"),
     ({"window": 10**22}, r"window must be between 0 and 1,048,576, found 10000000000000000000000"),
     ({"rule": "local", "window": 0}, r"window must be at least 1 for the local rule, found 0"),
+    ({"window": 4, "sinks": -1}, r"sinks must be between 0 and 1,048,576, found -1"),
+    ({"window": 4, "sinks": 4}, r"sinks must be fewer than window, found sinks=4, window=4: "),
+    ({"sinks": 1}, r"sinks must be fewer than window, found sinks=1, window=0: "),
+    ({"rule": "local", "sinks": 33}, r"sinks must be fewer than window, found sinks=33, window=32: "),
+    ({"window": 4, "mix": "sum"}, r"mix='sum' is not known; choose one of constant, token"),
+    ({"mix": "token"}, r"mix='token' is the window's share .* needs both, found rule='decay', window=0"),
+    ({"rule": "local", "mix": "token"}, r"mix='token' .* needs both, found rule='local', window=32"),
     ({"train_length": 0}, r"train_length must be between 1 and 2,147,483,648, found 0"),
     ({"train_length": 10**22}, r"train_length must be between 1 and 2,147,483,648, found 1"),
     ({"seed": -1}, r"seed must be between 0 and 2,147,483,648, found -1"),
@@ -66,17 +83,26 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rule": "add", "feature_map": "dpfp", "m": 5}, r"m=5.*dpfp makes an even number of features, at least 4"),
     ({"rule": "add", "feature_map": "dpfp", "m": 2}, r"m=2.*dpfp makes an even number of features, at least 4"),
     ({"rule": "add", "feature_map": "rfa", "m": 3}, r"m=3.*a sine and a cosine .* m must be even"),
-    ({"rule": "add", "gate_init": "log"}, r"gate_init='log' spreads forget gates, and only decay and gated have them"),
-    ({"rule": "delta", "gate_init": "log"}, r"only decay and gated have them"),
-    ({"rule": "local", "gate_init": "log"}, r"only decay and gated have them"),
+    ({"rule": "add", "gate_init": "log"}, r"gate_init='log' spreads forget gates: use one of the rules decay"),
+    ({"rule": "delta", "gate_init": "log"}, r"use one of the rules decay, gated, gated_delta"),
+    ({"rule": "local", "gate_init": "log"}, r"use one of the rules decay, gated, gated_delta"),
+    ({"rule": "gated_delta", "normalize": "attention"}, r"the gated_delta rule has no attention normalization"),
+    (
+        {"rule": "gated_delta", "feature_map": "relu", "normalize": "attention+sum"},
+        r"the gated_delta rule has no attention normalization",
+    ),
+    ({"rule": "gated", "normalize": "unit"}, r"rule='gated'.*unit length .* use one of the rules delta, gated_delta"),
+    ({"rule": "add", "normalize": "unit"}, r"rule='add'.*unit length .* use one of the rules delta, gated_delta"),
+    ({"rule": "decay", "normalize": "unit"}, r"rule='decay'.*the decay rule has no normalizer"),
+    ({"rule": "local", "normalize": "unit"}, r"rule='local'.*no feature map and no normalizer"),
 ]
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_defaults_are_the_best_configuration_of_the_paper(rule: str) -> None:
     config = FastWeightsConfig(rule=rule)
-    assert (config.feature_map, config.normalize, config.window) == DEFAULTS[rule]
-    assert (config.m, config.gate_init, config.rotary, config.state_heads) == (32, "uniform", "keep", "query")
+    assert (config.feature_map, config.normalize, config.window, config.gate_init) == DEFAULTS[rule]
+    assert (config.m, config.rotary, config.state_heads) == (32, "keep", "query")
     assert (config.output_norm, config.layers, config.seed) == (False, None, 0)
 
 

@@ -188,7 +188,7 @@ def _generate_file(
     device: str | None,
     dtype: str,
 ) -> None:
-    from fastweights.cli.prompt_file import read_prompt_file, write_answers
+    from fastweights.cli.answers import read_prompt_file, write_answers
 
     check_output(output)
     name, prompts = read_prompt_file(path)

@@ -242,7 +242,7 @@ def check_output_folder(path: Path, flag: str = "--output") -> None:
     """Refuse a folder that cannot be written, or cannot be created with its parents."""
     above = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
     if not above.is_dir():
-        raise UsageError(f"{flag} {path} cannot be written: {above} is a file; choose another folder")
+        raise UsageError(f"{flag} {path} cannot be written: {above} is a file; choose another output folder")
     _check_writable(path, above, flag)
 
 

@@ -79,6 +79,7 @@ def rank(
         from fastweights.evaluation.layer_ranking import batches_of, hybrid_from, load_pair, rank_layers
         from fastweights.evaluation.perplexity import window_for
         from fastweights.loading import load_tokenizer
+        from fastweights.modeling.positions import check_length
         from fastweights.training.losses import converted_layers
 
         logging.disable_progress_bar()
@@ -90,10 +91,9 @@ def rank(
     if keep > layers or (save is not None and keep == layers):
         most, why = (layers, "") if save is None else (layers - 1, ", so that --save has a layer left to convert")
         raise UsageError(f"--keep {keep}: {folder} has {layers} converted layers, choose at most {most}{why}")
-    longest = window_for((student, base), row)
-    if length is not None and length > longest:
-        raise UsageError(f"--length {length}: {folder} has positions for {longest} tokens only")
-    rows = _rows(source, data, tokenizer, student, tokens, longest, text_field)
+    for model in (student, base) if length is not None else ():
+        check_length(model, row, Argument("length"))
+    rows = _rows(source, data, tokenizer, student, tokens, window_for((student, base), row), text_field)
     ranking = rank_layers(student, base, batches_of(rows), keep=keep, fit=fit)
     base_name = display_name(teacher or student.config.fastweights_base)
     result = RankingResult(

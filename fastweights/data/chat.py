@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jinja2.exceptions import TemplateError
 
-from fastweights.data.readers import Conversation, DataError
+from fastweights.data.readers import Chat, DataError
 from fastweights.tokenization import bos_token
 
 ASSISTANT = "assistant"
@@ -34,7 +34,7 @@ class ChatEncoder:
         ends = sorted({*tokenizer.all_special_tokens, *added}, key=len, reverse=True)
         self._end = re.compile(rf"\s*(?:{'|'.join(map(re.escape, ends))})" if ends else "")
 
-    def encode(self, conversation: Conversation) -> tuple[str, np.ndarray, np.ndarray]:
+    def encode(self, conversation: Chat) -> tuple[str, np.ndarray, np.ndarray]:
         """The rendered text, its tokens [T], and which of them are scored [T].
 
         The template may write bos. If it does not and the model expects bos, it is put in front.
@@ -68,7 +68,7 @@ class ChatEncoder:
         except (TemplateError, ValueError, TypeError) as error:
             raise DataError(f"{where}: the chat template cannot render the conversation: {error}") from error
 
-    def _answers(self, conversation: Conversation, text: str) -> list[tuple[int, int]]:
+    def _answers(self, conversation: Chat, text: str) -> list[tuple[int, int]]:
         """Where the assistant's answers start and end in the rendered text."""
         messages, where = conversation
         marks = {i: f"\ue000{i}\ue001" for i, message in enumerate(messages) if message["role"] == ASSISTANT}

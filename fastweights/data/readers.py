@@ -28,14 +28,14 @@ class DataError(FastWeightsError):
     """Text that cannot be read, is too little, or does not fit the model."""
 
 
-class Conversation(NamedTuple):
+class Chat(NamedTuple):
     """A chat: messages, each with a role and its content, and where they were read."""
 
     messages: list[dict[str, Any]]
     where: str
 
 
-Document = str | Conversation
+Document = str | Chat
 # A document, and how many bytes of its file were read up to its end.
 Documents = Iterator[tuple[Document, int]]
 
@@ -196,7 +196,7 @@ def _field(row: Any, field: str, where: str) -> Document:
         raise DataError(f"{where} has no field {field!r}, {found}: name the field of the text with ", _TEXT_FIELD)
     text = "" if row[field] is None else row[field]
     if isinstance(text, list):
-        return Conversation([_message(*numbered, f"{where}: {field}") for numbered in enumerate(text, 1)], where)
+        return Chat([_message(*numbered, f"{where}: {field}") for numbered in enumerate(text, 1)], where)
     if not isinstance(text, str):
         kind = type(text).__name__
         found = f"the field {field!r} is a {kind}, not text"
@@ -229,7 +229,7 @@ def documents(name: str | os.PathLike, field: str = "text") -> Iterator[str]:
         DataError: The source cannot be read, or holds conversations.
     """
     for document, _ in find(str(name), field).documents:
-        if isinstance(document, Conversation):
+        if isinstance(document, Chat):
             raise DataError(f"{document.where} is a conversation, which only training reads: give text")
         yield document
 

@@ -19,7 +19,7 @@ import numpy as np
 from rich.progress import BarColumn, DownloadColumn
 
 from fastweights.data.chat import ChatEncoder
-from fastweights.data.readers import TOKENS, Conversation, DataError, Document, Documents, Source, empty_source, find
+from fastweights.data.readers import TOKENS, Chat, DataError, Document, Documents, Source, empty_source, find
 from fastweights.loading import require_tokenizer
 from fastweights.tokenization import bos_token
 from fastweights.utils.errors import Argument
@@ -135,19 +135,19 @@ def _look_ahead(source: Source) -> tuple[Source, bool]:
     """The source without blank documents, and whether it holds conversations, as its first document tells."""
     filled = ((document, read) for document, read in source.documents if not _is_blank(document))
     first = list(itertools.islice(filled, 1))
-    is_chat = bool(first) and isinstance(first[0][0], Conversation)
+    is_chat = bool(first) and isinstance(first[0][0], Chat)
     return source._replace(documents=_of_one_kind(source.name, itertools.chain(first, filled), is_chat)), is_chat
 
 
 def _of_one_kind(name: str, documents: Iterable[tuple[Document, int]], is_chat: bool) -> Documents:
     for document, read in documents:
-        if isinstance(document, Conversation) != is_chat:
+        if isinstance(document, Chat) != is_chat:
             raise DataError(f"{name} has both text and conversations: train on one, then on the other")
         yield document, read
 
 
 def _is_blank(document: Document) -> bool:
-    return not document.messages if isinstance(document, Conversation) else not document.strip()
+    return not document.messages if isinstance(document, Chat) else not document.strip()
 
 
 def _tokens_in(folder: Path, limit: int | None, bos: int | None) -> TokenFile:
@@ -313,7 +313,7 @@ def _encode_texts(tokenizer: Any, texts: list[str]) -> list[_Encoded]:
     return [_Encoded(text, ids, np.ones(len(ids), dtype=bool)) for text, ids in encoded]
 
 
-def _encode_chats(encoder: ChatEncoder, conversations: list[Conversation]) -> list[_Encoded]:
+def _encode_chats(encoder: ChatEncoder, conversations: list[Chat]) -> list[_Encoded]:
     return [_Encoded(*encoder.encode(conversation)) for conversation in conversations]
 
 

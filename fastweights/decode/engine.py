@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from fastweights.config import ConfigError, is_whole
+from fastweights.decode.device_sampler import GREEDY, Sampler, SamplerMode
 from fastweights.decode.model import ForwardDecodeModel, UnsupportedModel, make_decode_model
-from fastweights.decode.sampler import GREEDY, Sampler, SamplerMode
 from fastweights.decode.sampling import Sampling
-from fastweights.decode.text import TextDecoder
+from fastweights.decode.text_decoder import TextDecoder
 from fastweights.modeling.cache import FastWeightsCache
 from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.modes import evaluating

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, set_seed
 
-from fastweights.config import ConfigError
 from fastweights.decode.engine import PREFILL_CHUNK, Engine, GenerationError, check_no_nan, prefill
 from fastweights.decode.model import UnsupportedModel
 from fastweights.decode.sampling import Sampling
 from fastweights.modeling.cache import FastWeightsCache
-from fastweights.modeling.positions import position_limit
+from fastweights.modeling.positions import check_length
 from fastweights.utils.errors import Argument, FastWeightsError
 
 # A hybrid's attention layers reserve memory for all new tokens, and every step attends to all of it. For more new
@@ -51,7 +50,7 @@ def generate_sequence(
         Prompt and new tokens [1,T+N], and the cache afterwards: of `num_beams` rows, without the last token.
 
     Raises:
-        ConfigError: The sequence may become longer than the model's position table.
+        PositionError: The sequence may become longer than the model's position table.
         GenerationError: Logits are NaN.
     """
     sampling = Sampling() if sampling is None else sampling
@@ -124,13 +123,10 @@ def _generate_with_transformers(
     num_beams: int,
     streamer: Any,
 ) -> tuple[Tensor, FastWeightsCache | None]:
-    limit, longest = position_limit(model), prompt_ids.shape[1] + max_new_tokens - 1
-    if state is None and limit is not None and longest > limit:
-        raise ConfigError(
-            Argument("max_new_tokens"),
-            f" {max_new_tokens}: with a prompt of {prompt_ids.shape[1]} tokens the sequence may need {longest} "
-            f"positions, and the model has {limit}: ask for fewer",
-        )
+    if state is None:  # converted models check it themselves
+        length = prompt_ids.shape[1]
+        what = Argument("max_new_tokens"), f" {max_new_tokens} after {length} tokens makes a sequence of"
+        check_length(model, length + max_new_tokens - 1, *what)
     options = generate_arguments(sampling) | {"max_new_tokens": max_new_tokens, "num_beams": num_beams}
     mask = torch.ones_like(prompt_ids) if state is None else state.mask_for(prompt_ids)
     if cache is not None:

@@ -4,8 +4,9 @@ Weights are packed once, all buffers are allocated once and keep their addresses
 CUDA graph. Layers get what they share from a `DecodeContext`.
 
 Shapes: tokens, positions [B]   hidden [B,D]   logits [B,V]   state [B,S,d,m]
-        packed [B,P] = q | k | v | gates of the rule | q | k | v of the window
-        ring buffers for the keys and values of a window of w tokens [B,Hkv,w,d]: token t is at t % w
+        packed [B,P] = q | k | v | gates of the rule | q | k | v of the window | mix
+        ring buffers for the keys and values of a window of w tokens [B,Hkv,w,d]: token t is at t % w;
+        with n sinks [B,Hkv,n+w,d]: the first n tokens stay at their places, and t >= n is at n + (t - n) % w
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from fastweights.modeling.layer import (
     apply_rotary,
 )
 from fastweights.modeling.modes import evaluating
+from fastweights.modeling.positions import clamp_positions
 from fastweights.modeling.window import WindowCache
 from fastweights.ops.linear import FusedLinear, Norm, NormSums, SplitKWorkspace
 from fastweights.ops.step import (
@@ -42,7 +44,7 @@ from fastweights.ops.step import (
     window_kernel,
 )
 from fastweights.rules import RULES
-from fastweights.rules.feature_maps import Identity, sum_normalize
+from fastweights.rules.feature_maps import Identity, sum_normalize, unit_normalize
 
 ACTIVATION_NAMES = {
     "silu": "silu",
@@ -83,10 +85,7 @@ class ForwardDecodeModel:
 
     def step(self) -> Tensor:
         """Feed `tokens` to the model and return the logits [B,V] of the next ones."""
-        positions = self.positions[:, None]
-        limit = self.model.family.learned_positions
-        if limit:  # the position of a free slot keeps growing
-            positions = positions.clamp(max=getattr(self.model.config, limit) - 1)
+        positions = clamp_positions(self.model, self.positions[:, None])  # the position of a free slot keeps growing
         with evaluating(self.model):
             out = self.model(self.tokens[:, None], past_key_values=self.cache, position_ids=positions)
         self.positions += 1
@@ -202,7 +201,7 @@ class DecodeContext:
     dtype: torch.dtype
     kernels: bool
     max_length: int | None
-    rings: dict[tuple[int, int], RingIndex] = field(default_factory=dict)
+    rings: dict[tuple[int, int, int], RingIndex] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.batch_size, self.device = len(self.positions), self.positions.device
@@ -214,14 +213,15 @@ class DecodeContext:
         return torch.zeros(self.batch_size, *shape, dtype=self.dtype, device=self.device)
 
     def linear(self, weight: Tensor, bias: Tensor | None, norm: Norm | None = None, **options: Any) -> FusedLinear:
+        """A linear layer [out,in] with the kernels and the workspace of this model."""
         options |= dict(kernel=self.kernels, overlap=self.overlap, workspace=self.workspace)
         return FusedLinear(weight, bias, norm, **options)
 
-    def ring(self, width: int, heads: int) -> RingIndex:
+    def ring(self, width: int, heads: int, sinks: int) -> RingIndex:
         """The index that all layers with ring buffers of this shape share."""
-        if (width, heads) not in self.rings:
-            self.rings[width, heads] = RingIndex(width, heads, self.positions)
-        return self.rings[width, heads]
+        if (width, heads, sinks) not in self.rings:
+            self.rings[width, heads, sinks] = RingIndex(width, heads, sinks, self.positions)
+        return self.rings[width, heads, sinks]
 
 
 class RotaryEmbedding:
@@ -239,6 +239,7 @@ class RotaryEmbedding:
         self.angle, self.cos, self.sin = (self.frequencies.new_zeros(shape) for _ in range(3))
 
     def update(self, positions: Tensor) -> None:
+        """Compute cos and sin of the positions [B]."""
         torch.mul(positions[:, None], self.frequencies, out=self.angle)
         torch.cos(self.angle, out=self.cos)
         torch.sin(self.angle, out=self.sin)
@@ -247,20 +248,28 @@ class RotaryEmbedding:
             self.sin.mul_(self.scaling)
 
 
+def ring_place(token: Tensor, width: int, sinks: int) -> Tensor:
+    """The place of a token in a ring buffer of this width, whose first places belong to the sinks. Tokens before the
+    first one, which do not exist, get places that are still empty."""
+    return torch.where(token < sinks, token % width, sinks + (token - sinks) % (width - sinks))
+
+
 class RingIndex:
-    """Where in ring buffers of this width each slot's token is written, and which places are still empty.
+    """Where in ring buffers of this width (sinks included) each slot's token is written, and which places are still
+    empty.
 
     Only for attention in torch: the kernel computes this from the positions."""
 
-    def __init__(self, width: int, heads: int, positions: Tensor) -> None:
-        self.width, batch, device = width, len(positions), positions.device
+    def __init__(self, width: int, heads: int, sinks: int, positions: Tensor) -> None:
+        self.width, self.sinks, batch, device = width, sinks, len(positions), positions.device
         self.offsets = (torch.arange(batch * heads, device=device) * width).view(batch, heads)
         self.places = torch.arange(width, device=device)
         self.place, self.rows = torch.zeros_like(positions), torch.zeros_like(self.offsets)
         self.empty = torch.zeros(batch, width, dtype=torch.bool, device=device)
 
     def update(self, positions: Tensor) -> None:
-        torch.remainder(positions, self.width, out=self.place)
+        """Compute the places of the tokens at the positions [B]."""
+        self.place.copy_(ring_place(positions, self.width, self.sinks))
         torch.add(self.offsets, self.place[:, None], out=self.rows)
         torch.gt(self.places, positions[:, None], out=self.empty)
 
@@ -296,7 +305,8 @@ class PackedHeads:
 class DecodeRecurrence:
     """The state of a rule and its update from the packed buffer.
 
-    `fused`: the kernel also rotates and scales. Otherwise torch prepares queries and keys with the layer's modules."""
+    `fused`: the kernel also rotates, normalizes to unit length and scales. Otherwise torch prepares queries and keys
+    with the layer's modules."""
 
     def __init__(
         self, rule: RecurrentAttention, context: DecodeContext, packed: Tensor, rotary: RotaryEmbedding | None
@@ -327,7 +337,8 @@ class DecodeRecurrence:
             y = step_torch(*arguments, normalize)
         else:
             rotary, key_scale = (heads.rotary, self.rule.key_scale) if self.fused else (None, None)
-            step_kernel(*arguments, self.y, normalize, rotary, key_scale, self.overlap)
+            unit = self.fused and self.config.normalizes_unit
+            step_kernel(*arguments, self.y, normalize, rotary, key_scale, unit, self.overlap)
             y = self.y
         return y if self.rule.output_norm is None else self.rule.output_norm(y)
 
@@ -337,16 +348,19 @@ class DecodeRecurrence:
             q, k = (self.rule.feature_map(x[:, None])[:, 0] for x in (q, k))
         if self.config.normalizes_sum:
             q, k = sum_normalize(q), sum_normalize(k)
+        if self.config.normalizes_unit:
+            q, k = unit_normalize(q), unit_normalize(k)
         if self.rule.key_scale is not None:
             k = k * self.rule.key_scale.to(k.dtype)
         return q, k
 
     def set_slot(self, slot: int, layer: Any, lengths: Tensor) -> None:
+        """Overwrite a slot with the state of one sequence, from that layer's cache."""
         self.state[slot].copy_(layer.tensors["state"][0])
 
 
 class DecodeWindow:
-    """Softmax attention to the last w tokens, whose keys and values are in ring buffers."""
+    """Softmax attention to the first n and the last w tokens, whose keys and values are in ring buffers."""
 
     def __init__(
         self,
@@ -357,34 +371,37 @@ class DecodeWindow:
         rotary: RotaryEmbedding | None,
     ) -> None:
         self.heads, self.softcap = PackedHeads(local.projections, packed, start, rotary), local.softcap
-        self.positions, self.overlap, self.width = context.positions, context.overlap, local.window
+        self.positions, self.overlap = context.positions, context.overlap
+        self.width, self.sinks = local.sinks + local.window, local.sinks
         _, kv_heads, d = self.heads.v.shape
-        self.fused = context.kernels and has_window_kernel(local.window, d, context.device)
-        self.ring = None if self.fused else context.ring(local.window, kv_heads)
+        self.fused = context.kernels and has_window_kernel(self.width, d, context.device)
+        self.ring = None if self.fused else context.ring(self.width, kv_heads, self.sinks)
         self.y = context.buffer(*self.heads.q.shape[1:])
-        self.keys, self.values = (context.buffer(kv_heads, local.window, d) for _ in range(2))
+        self.keys, self.values = (context.buffer(kv_heads, self.width, d) for _ in range(2))
 
-    def step(self, from_rule: Tensor | None = None, window_share: Tensor | None = None) -> Tensor:
+    def step(self, from_rule: Tensor | None = None, mix_logit: Tensor | None = None) -> Tensor:
         """Add the current token to the window and attend to it.
 
         Args:
             from_rule: The rule's output [B,H,d] in a layer that has both.
-            window_share: The window's share of the mixture [H,1]; the rest is the rule's.
+            mix_logit: Logit of the window's share of the mixture, [H] or [B,H]; the rest is the rule's.
 
         Returns:
             y [B,H,d].
         """
         if self.ring is None:
-            return self._attend_with_kernel(from_rule, window_share)
+            return self._attend_with_kernel(from_rule, mix_logit)
         y = self._attend(self.ring)
-        return y if from_rule is None or window_share is None else torch.lerp(from_rule, y, window_share)
+        if from_rule is None or mix_logit is None:
+            return y
+        return torch.lerp(from_rule, y, mix_logit.sigmoid()[..., None])
 
-    def _attend_with_kernel(self, from_rule: Tensor | None, window_share: Tensor | None) -> Tensor:
+    def _attend_with_kernel(self, from_rule: Tensor | None, mix_logit: Tensor | None) -> Tensor:
         heads, plain = self.heads, self.heads.projections.q_norm is None
         q, k = (heads.q, heads.k) if plain else heads.normed_and_rotated()
         arguments = (self.keys, self.values, self.positions, q, k, heads.v, self.y)
         rotary = heads.rotary if plain else None
-        window_kernel(*arguments, rotary, self.softcap, from_rule, window_share, self.overlap)
+        window_kernel(*arguments, rotary, self.softcap, from_rule, mix_logit, self.sinks, self.overlap)
         return self.y
 
     def _attend(self, ring: RingIndex) -> Tensor:
@@ -399,13 +416,17 @@ class DecodeWindow:
         return torch.matmul(weights.to(self.values.dtype), self.values).flatten(1, 2)
 
     def set_slot(self, slot: int, layer: Any, lengths: Tensor) -> None:
+        """Overwrite a slot with the last keys and values of one sequence of `lengths` [1] tokens."""
         past = layer.get_all(WindowCache)
         self._write(slot, past.k[0].transpose(0, 1), past.v[0].transpose(0, 1), lengths)
 
     def _write(self, slot: int, keys: Tensor, values: Tensor, lengths: Tensor) -> None:
-        """Keys and values [Hkv,n,d] of the last n tokens of a sequence of `lengths` [1] tokens."""
+        """Keys and values [Hkv,N,d] of the first n and then the last tokens of a sequence of `lengths` [1] tokens; of
+        the last N if it is no longer than that."""
         count = keys.shape[1]
-        places = (lengths - count + torch.arange(count, device=lengths.device)) % self.width
+        index = torch.arange(count, device=lengths.device)
+        is_sink = (index < self.sinks) & (lengths > count)
+        places = ring_place(torch.where(is_sink, index, lengths - count + index), self.width, self.sinks)
         self.keys[slot].index_copy_(1, places, keys)
         self.values[slot].index_copy_(1, places, values)
 
@@ -419,6 +440,7 @@ class DecodeAttention(DecodeWindow):
         self.key_scale = attention.shape.scaling**0.5  # the other half of the logits' scale is in the queries
 
     def set_slot(self, slot: int, layer: Any, lengths: Tensor) -> None:
+        """Overwrite a slot with the keys and values of one sequence of `lengths` [1] tokens."""
         self._write(slot, layer.keys[0] * self.key_scale, layer.values[0], lengths)
 
 
@@ -450,7 +472,11 @@ class DecodeBlock:
         if attention.window is not None:
             kind, source = (DecodeWindow, attention.window) if converted else (DecodeAttention, attention)
             self.window = kind(source, context, self.packed, rule_width, rotary)
-        self.window_share = None if attention.mix is None else attention.mix.logit.detach().sigmoid()[:, None]
+        self.mix_logit: Tensor | None = None
+        if attention.mix is not None:
+            follows_token = attention.mix.from_token is not None
+            logit = attention.mix.logit.detach()
+            self.mix_logit = self.packed[:, -len(logit) :] if follows_token else logit
         self.out_proj = context.linear(*_weight(attention.o_proj))
 
         self._pack_mlp(context, parts, block, config)
@@ -489,7 +515,7 @@ class DecodeBlock:
     def _attend(self) -> Tensor:
         """y [B,H,d] of the rule, of the window, or of both."""
         y = None if self.recurrence is None else self.recurrence.step()
-        y = y if self.window is None else self.window.step(y, self.window_share)
+        y = y if self.window is None else self.window.step(y, self.mix_logit)
         assert y is not None
         return y
 
@@ -538,6 +564,8 @@ def _pack_projections(attention: FastWeightsAttention) -> tuple[Tensor, Tensor |
     if attention.window is not None:
         linears += _qkv_linears(attention.window.projections)
     pairs = [_weight(linear) for linear in linears]
+    if attention.mix is not None and attention.mix.from_token is not None:
+        pairs.append((_weight(attention.mix.from_token)[0], attention.mix.logit.detach()))
     bias = None
     if any(bias is not None for _, bias in pairs):
         bias = torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in pairs])

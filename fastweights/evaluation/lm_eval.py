@@ -30,7 +30,7 @@ import yaml
 from rich.console import Console
 from rich.progress import Progress
 
-from fastweights.evaluation.forward import EvaluationError
+from fastweights.evaluation.checks import EvaluationError
 from fastweights.loading import require_tokenizer
 from fastweights.modeling.modes import evaluating
 from fastweights.tokenization import adds_eos, bos_token, set_special_tokens

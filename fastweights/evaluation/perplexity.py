@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from fastweights.evaluation.checks import WINDOW, EvaluationError, check_window
-from fastweights.evaluation.forward import call_model, check_positions
+from fastweights.evaluation.forward import call_model
 from fastweights.loading import require_tokenizer
 from fastweights.modeling.modes import evaluating
-from fastweights.modeling.positions import position_limit
+from fastweights.modeling.positions import check_length, position_limit
 from fastweights.results import PerplexityRow, PositionBucket
 from fastweights.tokenization import bos_token
 from fastweights.utils.errors import Argument
@@ -102,7 +102,8 @@ def perplexity(
         progress: Whether to show a progress bar.
 
     Raises:
-        EvaluationError: If the text is empty, the window does not fit the model, or a loss is not finite.
+        EvaluationError: If the text is empty, a window has no token to score, or a loss is not finite.
+        PositionError: If a window is longer than the model's position table.
     """
     check_windows(model, length, context)
     row = _token_row(model, tokenizer, text)
@@ -140,8 +141,8 @@ def perplexity_by_position(
         progress: Whether to show a progress bar.
 
     Raises:
-        EvaluationError: If the text is shorter than a window, the window does not fit the model, or a loss is not
-            finite.
+        EvaluationError: If the text is shorter than a window, or a loss is not finite.
+        PositionError: If a window is longer than the model's position table.
     """
     check_windows(model, length)
     row = _token_row(model, tokenizer, text)
@@ -169,7 +170,7 @@ def window_for(models: Sequence[Any], preferred: int = WINDOW) -> int:
 def check_windows(model: Any, length: int, context: int = 0) -> None:
     """Refuse windows that are empty, have no token to score, or do not fit the model."""
     check_window(length, context)
-    check_positions(model, length, Argument("length"))
+    check_length(model, length, Argument("length"))
 
 
 class Window(NamedTuple):

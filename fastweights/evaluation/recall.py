@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastweights.evaluation.forward import EvaluationError, call_model, check_positions
+from fastweights.evaluation.checks import EvaluationError
+from fastweights.evaluation.forward import call_model
 from fastweights.modeling.modes import evaluating
-from fastweights.modeling.positions import position_limit
+from fastweights.modeling.positions import check_length, position_limit
 from fastweights.results import Recall, RecallRow
 from fastweights.utils.progress import track
 
@@ -63,7 +64,8 @@ def recall_probe(
         The accuracies of both probes by distance, with that of guessing.
 
     Raises:
-        EvaluationError: If there are too few positions or tokens, or the model's output is not a number.
+        EvaluationError: If there are too few tokens, or the model's output is not a number.
+        PositionError: If the model has too few positions.
     """
     ids = torch.tensor(ordinary_tokens(model) if vocabulary is None else vocabulary)
     needed = max(2 * pairs, COPIED)
@@ -75,7 +77,7 @@ def recall_probe(
             f"{pairs} pairs need distances of at least {needed} tokens and a vocabulary of more than {needed}, "
             f"found distances {list(distances)} and {len(ids)} tokens"
         )
-    check_positions(model, max(distances) + needed, "sequences of")
+    check_length(model, max(distances) + needed, "sequences of")
     found = Recall(pairs=[], copy=[])
     first = next(iter([*([] if bos is None else [bos]), *_special_tokens(model, "bos", "eos")]), None)
     read = functools.partial(_read, model, batch_size, first)

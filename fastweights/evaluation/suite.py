@@ -9,12 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 from fastweights.evaluation.checks import check_measures
-from fastweights.evaluation.forward import check_positions
 from fastweights.evaluation.lm_eval import check_tasks, run_tasks
 from fastweights.evaluation.perplexity import check_windows, perplexity, perplexity_by_position
 from fastweights.evaluation.recall import ordinary_tokens, recall_probe
 from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.description import describe
+from fastweights.modeling.positions import check_length
 from fastweights.results import CacheSize, EvaluatedModel, EvaluationResult
 from fastweights.tokenization import bos_token
 from fastweights.utils.errors import Argument, error_context
@@ -57,8 +57,8 @@ def evaluate(
         The measurements, without provenance.
 
     Raises:
-        EvaluationError: If there is nothing to measure, or a model cannot be measured with these arguments. As much as
-            possible is checked before the first model is measured.
+        EvaluationError, PositionError: If there is nothing to measure, or a model cannot be measured with these
+            arguments. As much as possible is checked before the first model is measured.
     """
     data = data or {}
     check_measures(data, tasks, recall, by_position)
@@ -104,7 +104,7 @@ def _check_models(
             for context in contexts:
                 check_windows(model, length, context)
             if position_length is not None:
-                check_positions(model, position_length, Argument("position_length"))
+                check_length(model, position_length, Argument("position_length"))
 
 
 def scored_tokens(models: Sequence[EvaluatedModel]) -> int:

@@ -59,6 +59,7 @@ class Variant:
 
     @property
     def tokens(self) -> int:
+        """Tokens of all stages of its recipe."""
         return sum(self.recipe.steps_of(stage) for stage in self.recipe.stages) * self.recipe.batch_tokens
 
 

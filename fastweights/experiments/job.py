@@ -11,7 +11,6 @@ A comparison's folder:
 
 from __future__ import annotations
 
-import fcntl
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -32,7 +31,7 @@ from fastweights.training import checkpoint as saved
 from fastweights.training.recipe import Recipe
 from fastweights.training.trainer import VALIDATION_BATCH_TOKENS, TrainConfig
 from fastweights.utils.errors import Argument
-from fastweights.utils.files import FileLock, absolute, make_folder, write_json
+from fastweights.utils.files import FileLock, LockedError, absolute, make_folder, write_json
 
 MOST_CHANGES = 4
 
@@ -66,6 +65,7 @@ class Job:
         self.started, self.log = self.folder / "begun.json", self.folder / "log.txt"
         self.converted, self.training = self.folder / "converted", self.folder / "training"
         self.result = result_file(setup.folder, self.name)
+        self.lock = FileLock(self.folder / "process")
         self.config = TrainConfig(
             setup.model, setup.data, variant.recipe, None, setup.validation, limit=setup.limit, device=setup.device
         )
@@ -74,11 +74,9 @@ class Job:
         """Lock the run; False if another process holds it. A training process inherits the lock, so that nobody
         resumes the run beside it after the comparison was killed."""
         make_folder(self.folder)
-        self.lock = (self.folder / "process").open("a+")
         try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.lock.close()
+            self.lock.acquire()
+        except LockedError:
             return False
         return True
 
@@ -119,7 +117,7 @@ class Job:
             result = self.read_result()
             found: dict[str, Any] = {"settings": result.model.settings, "recipe": result.recipe}
         else:
-            found = saved.read_json(self.started)
+            found = saved.read_run_file(self.started)
         # a setting that an older version did not have gets its default
         config = None if found["settings"] is None else FastWeightsConfig.from_dict(found["settings"]).to_dict()
         return found | {"settings": config, "recipe": Recipe.from_dict(found["recipe"]).to_dict()}
@@ -127,6 +125,7 @@ class Job:
     # Training
 
     def is_trained(self) -> bool:
+        """Whether the training is over. The tests may not have been measured yet."""
         return self.result.is_file() or (self.training / saved.RESULT).is_file()
 
     def prepare(self, memory_share: float, announce: Callable[[str], None]) -> None:

@@ -3,7 +3,6 @@ once. Runs that are done are skipped and started ones are resumed, so the same c
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -11,7 +10,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -28,19 +26,17 @@ from fastweights.experiments.job import Job, Setup
 from fastweights.loading import load, load_tokenizer, require_tokenizer
 from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.families import family_of
-from fastweights.modeling.positions import position_limit
 from fastweights.results import TrainingResult
 from fastweights.training import checkpoint as saved
-from fastweights.training.checks import check_lengths
+from fastweights.training.checks import check_positions
+from fastweights.training.log import last_logged
 from fastweights.training.trainer import perplexity_from_loss
 from fastweights.utils.errors import Argument, Stopped, error_context
-from fastweights.utils.files import make_folder
+from fastweights.utils.files import FileLock, make_folder
 from fastweights.utils.progress import RunsDisplay
 from fastweights.utils.signals import StopNow, stop_signals
 
 POLL_SECONDS = 0.2
-# As a rule, this much of a log's end holds a validation.
-TAIL_BYTES = 2**16
 
 
 class Unfinished(Stopped):
@@ -72,7 +68,7 @@ def name_tests(sources: Sequence[str]) -> dict[str, str]:
     return {name if names.count(name) == 1 else source: source for name, source in zip(names, sources, strict=True)}
 
 
-def launch(arguments: Sequence[str], log: TextIO, lock: TextIO, threads: int) -> subprocess.Popen:
+def launch(arguments: Sequence[str], log: TextIO, lock: FileLock, threads: int) -> subprocess.Popen:
     """Start `fastweights ARGUMENTS`. It does not get the terminal's Ctrl-C, and it inherits the lock of its run."""
     return subprocess.Popen(
         [sys.executable, "-m", "fastweights", *arguments],
@@ -149,7 +145,7 @@ def _check_model(job: Job, base: Any) -> None:
     if config is not None:
         check_layers(config, len(family_of(base).blocks(base)))
     if config is None or config.positions != "clamp":
-        check_lengths(job.config, position_limit(base))
+        check_positions(job.config, base)
 
 
 class _Runner:
@@ -223,8 +219,7 @@ class _Runner:
         arguments = ["train", "--resume", str(job.training), "--parent", str(os.getpid())]
         with job.log.open("a") as log:
             process = launch(arguments, log, job.lock, threads=max(1, torch.get_num_threads() // self.at_once))
-        job.lock.truncate(0)
-        print(process.pid, end="", file=job.lock, flush=True)
+        job.lock.name_holder(process.pid)
         return process
 
     def _poll(self, job: Job) -> None:
@@ -245,9 +240,9 @@ class _Runner:
 
     def _end(self, job: Job, reason: str) -> None:
         torch.cuda.empty_cache()  # the next run may need what the tests took
-        job.lock.close()
+        job.lock.release()
         if not reason:
-            self.display.end(job.name, describe(job.read_result()))
+            self.display.end(job.name, outcome_text(job.read_result()))
         elif self.stop_signal:
             self.display.end(job.name, "stopped")
         else:
@@ -274,19 +269,8 @@ def _reason(job: Job, exit_code: int) -> str:
     return next((line for line in reversed(lines) if line.strip()), "").strip().rpartition("rror: ")[2]
 
 
-def describe(result: TrainingResult) -> str:
+def outcome_text(result: TrainingResult) -> str:
     """How a run ended, in words."""
     reached = "" if result.best is None else f", validation perplexity {result.best.perplexity:,.2f}"
     worse = "" if result.warning is None else ", worse at the end than before the first step"
     return f"{'done' if result.diverged is None else 'diverged'} after {result.tokens:,} tokens{reached}{worse}"
-
-
-def last_logged(path: Path) -> dict[str, Any]:
-    """The last value of each name near the end of a log."""
-    found: dict[str, Any] = {}
-    with suppress(FileNotFoundError), path.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-        for line in file.read().splitlines():
-            with suppress(ValueError):  # incomplete: the first line of the tail, or one that is being written
-                found |= json.loads(line)
-    return found

@@ -22,6 +22,7 @@ from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.families import Family, family_of
 from fastweights.modeling.layer import AttentionShape, FastWeightsAttention
 from fastweights.modeling.source_files import check_config, empty_model, loading_errors, read_config
+from fastweights.modeling.window import cached_tokens
 
 SEQUENCE_LENGTHS = (1024, 8192, 65536)
 
@@ -151,8 +152,8 @@ def _token_bytes(shape: AttentionShape, dtype: torch.dtype) -> int:
 
 
 def _state_bytes(shape: AttentionShape, config: FastWeightsConfig, dtype: torch.dtype) -> int:
-    """Bytes of a converted layer: the state [S,d,m] in at least float32, one more row for a normalizer, and the w - 1
-    cached keys and values of a window.
+    """Bytes of a converted layer: the state [S,d,m] in at least float32, one more row for a normalizer, and the cached
+    keys and values of a window.
     """
     state = 0
     if config.rule != LOCAL:
@@ -160,7 +161,8 @@ def _state_bytes(shape: AttentionShape, config: FastWeightsConfig, dtype: torch.
         rows = shape.head_dim + config.normalizes_attention
         state = states * rows * config.m * torch.promote_types(dtype, torch.float32).itemsize
     mask_byte = 1
-    return state + max(0, shape.window(config) - 1) * (_token_bytes(shape, dtype) + mask_byte)
+    cached = cached_tokens(shape.window(config), config.sinks) if config.window else 0
+    return state + cached * (_token_bytes(shape, dtype) + mask_byte)
 
 
 def _memory(layers: list[LayerMemory], state_bytes: int, tokens: int) -> MemoryUse:

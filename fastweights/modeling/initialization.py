@@ -19,6 +19,7 @@ from fastweights.modeling.layer import AttentionShape, FastWeightsAttention, Hea
 
 ADD_VALUE_SCALE = 1 / 512
 DELTA_GATE = 0.007
+GATED_DELTA_GATE = 0.5
 # With gate_init="log", the value gate remembers this many times longer than the slowest key gate.
 OPEN_GATE_FACTOR = 4
 # Initial share of the window in the mix with the rule; see the experiment log.
@@ -58,6 +59,8 @@ def initialize(layer: FastWeightsAttention, weights: AttentionWeights) -> None:
             _match_value_size(layer.rule.output_norm, weights)
     if layer.mix is not None:
         layer.mix.logit.fill_(math.log(WINDOW_SHARE / (1 - WINDOW_SHARE)))
+        if layer.mix.from_token is not None:
+            layer.mix.from_token.weight.zero_()
     layer.o_proj.weight.copy_(weights.o_weight)
     if weights.o_bias is not None:
         layer.o_proj.bias.copy_(weights.o_bias)
@@ -341,6 +344,9 @@ def _initialize_gates(rule: RecurrentAttention, generator: torch.Generator) -> N
         _set_bias(rule, "g", g)
     elif config.rule == "delta":
         _set_bias(rule, "g", torch.full((states,), math.log(DELTA_GATE / (1 - DELTA_GATE))))
+    elif config.rule == "gated_delta":
+        _set_bias(rule, "f", _key_gates(rule, generator))
+        _set_bias(rule, "g", torch.full((states,), math.log(GATED_DELTA_GATE / (1 - GATED_DELTA_GATE))))
     elif config.rule == "add" and config.feature_map == "none" and not config.normalizes_attention:
         _scale_rows(projections.v_proj, torch.tensor(ADD_VALUE_SCALE))
 

@@ -16,7 +16,7 @@ from fastweights import ops
 from fastweights.config import LOCAL, FastWeightsConfig
 from fastweights.modeling.window import WindowCache, local_attention
 from fastweights.rules import RULES
-from fastweights.rules.feature_maps import MAPS, input_width, sum_normalize
+from fastweights.rules.feature_maps import MAPS, input_width, sum_normalize, unit_normalize
 
 
 @dataclass(frozen=True)
@@ -88,15 +88,18 @@ class HeadNorm(nn.Module):
 class OutputMix(nn.Module):
     """Mix of the outputs of rule and window: sigmoid(logit) of the window for each head, the rest of the rule.
 
-    A module of its own, so that peft can train and save it.
+    With `width`, a linear map of the layer's input [B,T,width] is added to the logit, so that the share follows the
+    token. A module of its own, so that peft can train and save it.
     """
 
-    def __init__(self, heads: int) -> None:
+    def __init__(self, heads: int, width: int | None = None) -> None:
         super().__init__()
         self.logit = nn.Parameter(torch.zeros(heads))
+        self.from_token = None if width is None else nn.Linear(width, heads, bias=False)
 
-    def forward(self, from_rule: Tensor, from_window: Tensor) -> Tensor:
-        share = self.logit.sigmoid()[:, None].to(from_rule.dtype)
+    def forward(self, from_rule: Tensor, from_window: Tensor, x: Tensor) -> Tensor:
+        logit = self.logit if self.from_token is None else self.logit + project(self.from_token, x)
+        share = logit.sigmoid()[..., None].to(from_rule.dtype)
         return torch.lerp(from_rule, from_window.to(from_rule.dtype), share)
 
 
@@ -173,17 +176,17 @@ class Projections(nn.Module):
 
 
 class LocalAttention(nn.Module):
-    """The pretrained attention, limited to a window."""
+    """The pretrained attention, limited to a window and to the first tokens of a document (sinks)."""
 
-    def __init__(self, shape: AttentionShape, window: int) -> None:
+    def __init__(self, shape: AttentionShape, window: int, sinks: int) -> None:
         super().__init__()
-        self.window, self.softcap = window, shape.softcap
+        self.window, self.sinks, self.softcap = window, sinks, shape.softcap
         self.projections = Projections(shape, shape.kv_heads, shape.head_dim, shape.rotary_dim // 2)
 
     def forward(self, x: Tensor, rotary: Any, info: SequenceInfo, layer_cache: Any) -> Tensor:
         q, k, v = self.projections(x, rotary)
         past = None if layer_cache is None else layer_cache.get_all(WindowCache)
-        y, past = local_attention(q, k, v, self.window, past, info.mask, info.reset, self.softcap)
+        y, past = local_attention(q, k, v, self.window, past, info.mask, info.reset, self.softcap, self.sinks)
         if layer_cache is not None:
             layer_cache.put_all(past)
         return y
@@ -217,6 +220,8 @@ class RecurrentAttention(nn.Module):
         q, k = self.feature_map(q), self.feature_map(k)
         if config.normalizes_sum:
             q, k = sum_normalize(q), sum_normalize(k)
+        if config.normalizes_unit:
+            q, k = unit_normalize(q), unit_normalize(k)
         if self.key_scale is not None:
             k = k * self.key_scale.to(k.dtype)
         y, state = ops.apply(
@@ -276,8 +281,10 @@ class FastWeightsAttention(nn.Module):
         super().__init__()
         self.shape, self.config, self.layer_idx = shape, config, layer_index
         self.rule = None if config.rule == LOCAL else RecurrentAttention(shape, config)
-        self.window = LocalAttention(shape, shape.window(config)) if config.window else None
-        self.mix = OutputMix(shape.heads) if self.rule is not None and self.window is not None else None
+        self.window = LocalAttention(shape, shape.window(config), config.sinks) if config.window else None
+        self.mix: OutputMix | None = None
+        if self.rule is not None and self.window is not None:
+            self.mix = OutputMix(shape.heads, shape.width if config.mix == "token" else None)
         self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.width, bias=shape.out_bias)
         self.dropout = nn.Dropout(shape.dropout)
 
@@ -311,6 +318,6 @@ class FastWeightsAttention(nn.Module):
             y = self.rule(hidden_states, position_embeddings, info, layer_cache)
         if self.window is not None:
             from_window = self.window(hidden_states, position_embeddings, info, layer_cache)
-            y = from_window if y is None or self.mix is None else self.mix(y, from_window)
+            y = from_window if y is None or self.mix is None else self.mix(y, from_window, hidden_states)
         assert y is not None
         return self.dropout(project(self.o_proj, y.flatten(2).to(hidden_states.dtype))), None

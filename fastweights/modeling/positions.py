@@ -5,6 +5,7 @@ The recurrent state has no end, but the position table of GPT-2 and OPT does.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,42 +19,66 @@ class PositionError(FastWeightsError):
     """A sequence longer than the model's learned position table."""
 
 
-def position_limit(model: Any) -> int | None:
-    """The length of a model's learned position table.
-
-    Returns:
-        None where there is no table, where later tokens get the last position, or where the family is not known.
-    """
+def table_length(model: Any) -> int | None:
+    """The length of a model's learned position table. None: it has no table, or its family is not known."""
     try:
         field = family_of(model).learned_positions
     except UnknownFamilyError:
         return None
-    clamped = (getattr(model.config, "fastweights", None) or {}).get("positions") == "clamp"
-    return None if field is None or clamped else int(getattr(model.config, field))
+    return None if field is None else int(getattr(model.config, field))
 
 
-def check_length(model: Any, length: int) -> None:
-    """Refuse a sequence of `length` tokens that does not fit the position table.
+def position_limit(model: Any) -> int | None:
+    """The number of tokens for which a model has positions.
+
+    Returns:
+        None where there is no table, where later tokens get the last position, or where the family is not known.
+    """
+    return None if _clamps(model) else table_length(model)
+
+
+def check_length(model: Any, length: int, *what: str, fix: Sequence[str] = ()) -> None:
+    """Refuse a sequence of `length` tokens that does not fit a model's position table.
+
+    Args:
+        model: Any causal model.
+        length: Tokens of the sequence, also of those to generate: an error in the middle would lose what was generated.
+        what: Parts of a message that say what has this length, such as an `Argument`.
+        fix: Parts of a message that say what to do. By default: fewer tokens, or clamped positions.
 
     Raises:
-        PositionError: also before generating; an error in the middle of a sequence would lose what was generated.
+        PositionError: The model has fewer positions.
     """
     limit = position_limit(model)
     if limit is not None and length > limit:
         raise PositionError(
-            f"{model.family.name} has learned positions for {limit} tokens and this sequence may reach {length}. The "
-            "state has no end, but the position table does: ask for fewer tokens, or ",
-            Call("set model.config.fastweights['positions'] = 'clamp'", "convert the model with --positions clamp"),
-            " to give every later token the last position",
+            *what or ("the sequence may reach",),
+            f" {length}: {family_of(model).name} has learned positions for {limit} tokens. ",
+            *fix or _usual_fix(model),
         )
+
+
+def clamp_positions(model: Any, positions: Tensor) -> Tensor:
+    """Positions of any shape, with the last one of the position table for those past its end."""
+    length = table_length(model)
+    return positions if length is None else positions.clamp(max=length - 1)
 
 
 def limit_positions(model: Any, position_ids: Tensor) -> Tensor:
     """Positions [B,T] that the position table has: clamped, or checked."""
-    if not model.family.learned_positions:
-        return position_ids
-    if model.config.fastweights.get("positions") == "clamp":
-        return position_ids.clamp(max=getattr(model.config, model.family.learned_positions) - 1)
-    if not torch.compiler.is_compiling():
+    if _clamps(model):
+        return clamp_positions(model, position_ids)
+    if table_length(model) is not None and not torch.compiler.is_compiling():
         check_length(model, int(position_ids.max()) + 1)
     return position_ids
+
+
+def _clamps(model: Any) -> bool:
+    return (getattr(model.config, "fastweights", None) or {}).get("positions") == "clamp"
+
+
+def _usual_fix(model: Any) -> Sequence[str]:
+    converted = getattr(model.config, "fastweights", None) is not None
+    clamp = "set model.config.fastweights['positions'] = 'clamp'" if converted else "convert it with positions='clamp'"
+    call = Call(clamp, "convert the model with --positions clamp")
+    return "Use fewer tokens, or ", call, " to give every later token the last position"

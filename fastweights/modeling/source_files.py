@@ -190,7 +190,7 @@ def empty_model(config: Any) -> Any:
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
-def check_sizes(folder: str) -> None:
+def check_weight_sizes(folder: str) -> None:
     """Compare the size of the model that config.json describes with the tensors in a folder.
 
     Raises:

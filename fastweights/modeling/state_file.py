@@ -1,4 +1,7 @@
-"""The file of a saved state. This module does not import torch, so that the command line checks the file before."""
+"""The file of a saved state: its error and whether it is there. `state_format` says what is in it.
+
+This module does not import torch, so that the command line checks the file before.
+"""
 
 from __future__ import annotations
 

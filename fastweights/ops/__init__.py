@@ -20,7 +20,7 @@ from fastweights.rules import RULES, loop
 from fastweights.rules.normalizer import divide, join_state, split_state, with_ones
 from fastweights.utils.errors import Argument, FastWeightsError
 
-__all__ = ["BACKENDS", "add", "apply", "decay", "delta", "gated", "use_backend"]
+__all__ = ["BACKENDS", "add", "apply", "decay", "delta", "gated", "gated_delta", "use_backend"]
 
 
 def _triton(*args: Any, float32_output: bool = False) -> tuple[Tensor, Tensor]:
@@ -186,6 +186,43 @@ def decay(
     return apply("decay", q, k, v, (f_logit, z_logit), state, False, mask, reset, backend)
 
 
+def gated_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    f_logit: Tensor,
+    g_logit: Tensor,
+    state: Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    reset: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """The gated delta rule: S = S diag(f), then S += g (v - S k) k^T, y = S q.
+
+    The state forgets along the keys, then writes the difference from what it still holds under the key. Queries and
+    keys are used as they are. Keys should have unit length: with long keys the state grows without bound.
+
+    Args:
+        q: queries [B,T,G*H,m]; G query heads read each state.
+        k: keys [B,T,H,m].
+        v: values [B,T,H,d].
+        f_logit: logits [B,T,H,m] of the gate f along the keys.
+        g_logit: logits [B,T,H] of the gate g, the step size.
+        state: initial state [B,H,d,m]. None: zeros.
+        mask: [B,T] bool, False at padding: the state is unchanged there and y is 0. None: no padding.
+        reset: [B,T] bool, True at the first token of a document: it starts from a zero state. None: no boundaries.
+        backend: "loop", "chunked", "triton", or "auto" for the fastest that supports the inputs.
+
+    Returns:
+        y [B,T,G*H,d] in v's dtype, and the state after the last token, in float32 (float64 for float64 inputs).
+
+    Raises:
+        FastWeightsError: if a shape, dtype or device does not fit, or the backend cannot run. It names the argument.
+    """
+    return apply("gated_delta", q, k, v, (f_logit, g_logit), state, False, mask, reset, backend)
+
+
 def apply(
     name: str,
     q: Tensor,
@@ -198,7 +235,7 @@ def apply(
     reset: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Run the rule called `name` ("add", "gated", "delta" or "decay").
+    """Run the rule called `name` ("add", "gated", "delta", "decay" or "gated_delta").
 
     `gate_logits` are the logits of the gates in the order of the rule's own function. The other arguments, the
     results and the errors are those of that function.
@@ -265,8 +302,8 @@ def _check(name, q, k, v, gate_logits, state, normalize, mask, reset) -> None:
     """Check shapes, dtypes and devices of the arguments of `apply`."""
     if name not in RULES:
         raise FastWeightsError(f"rule {name!r} is not known; choose one of {', '.join(RULES)}")
-    if normalize and name == "decay":
-        raise FastWeightsError("the decay rule has no normalizer: ", Argument("normalize"), " must be False")
+    if normalize and not RULES[name].has_normalizer:
+        raise FastWeightsError(f"the {name} rule has no normalizer: ", Argument("normalize"), " must be False")
     if q.ndim != 4 or 0 in q.shape[1:]:
         raise FastWeightsError(Argument("q"), f" must be [B,T,H,m] with T, H and m at least 1, found {list(q.shape)}")
     for argument, tensor in (("q", q), ("k", k), ("v", v)):

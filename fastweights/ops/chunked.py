@@ -3,19 +3,18 @@
 The forward pass saves only the states at chunk boundaries. The backward pass goes through the chunks in reverse order
 and recomputes what happened inside, so training memory does not grow with T*d*m. Derivations: docs/derivations.md.
 
-This file cuts sequences into chunks; tiled.py (add, gated, decay) and wy.py (delta) compute one chunk.
+This file cuts sequences into chunks; tiled.py (add, gated, decay) and wy.py (delta, gated_delta) compute one chunk.
 """
 
 from __future__ import annotations
-
-from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fastweights.ops import tiled, wy
-from fastweights.rules import Rule
+from fastweights.ops.tiles import CHUNK
+from fastweights.rules import DELTA_RULES, Rule
 from fastweights.rules.base import MIN_GATE_LOGIT, zero_state
 
 
@@ -36,7 +35,7 @@ def chunked(
         k, v, *repeated = (x.repeat_interleave(groups, dim=2) for x in (k, v, *gate_logits))
         gate_logits = tuple(repeated)
         state = state.repeat_interleave(groups, dim=1)
-    form = wy if rule.name == "delta" else tiled
+    form = wy if rule.name in DELTA_RULES else tiled
     if rule.name == "gated":
         logit = gate_logits[0][..., None].clamp(min=MIN_GATE_LOGIT)
         k, gate_logits = k * (-logit).sigmoid(), (logit,)
@@ -46,18 +45,17 @@ def chunked(
 
 
 class _Chunks(torch.autograd.Function):
-    """The loop over chunks. `form` is the module tiled or wy; it has CHUNK, the chunk length, and works on [B,H,C,.],
-    with pad and reset [B,1,C]:
+    """The loop over chunks. `form` is the module tiled or wy; it works on [B,H,C,.], with pad and reset [B,1,C]:
 
-        forward(state, inputs, pad, reset) -> (y, end state)
-        backward(state, inputs, pad, reset, dy, d end state) -> (d state, d inputs)
+    forward(state, inputs, pad, reset) -> (y, end state)
+    backward(state, inputs, pad, reset, dy, d end state) -> (d state, d inputs)
     """
 
     @staticmethod
     def forward(ctx, form, pad, reset, state, *inputs):
         y = torch.empty_like(inputs[2])
         boundaries = []
-        for chunk in _chunk_slices(y, form):
+        for chunk in _chunk_slices(y):
             boundaries.append(state)
             out, state = form.forward(state, _chunk_of(inputs, chunk), *_flag_chunks(pad, reset, chunk))
             y[:, chunk] = out.transpose(1, 2)
@@ -68,7 +66,7 @@ class _Chunks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, dstate):
-        form, chunks, saved = ctx.form, _chunk_slices(dy, ctx.form), ctx.saved_tensors
+        form, chunks, saved = ctx.form, _chunk_slices(dy), ctx.saved_tensors
         inputs, boundaries = saved[: -len(chunks)], saved[-len(chunks) :]
         grads = [torch.empty_like(x) for x in inputs]
         # backward() may be called inside autocast, which must not change the precision here
@@ -82,9 +80,9 @@ class _Chunks(torch.autograd.Function):
         return None, None, None, dstate, *grads
 
 
-def _chunk_slices(x: Tensor, form: ModuleType) -> list[slice]:
+def _chunk_slices(x: Tensor) -> list[slice]:
     """The chunks of x [B,T,...] as slices of T."""
-    return [slice(start, start + form.CHUNK) for start in range(0, x.shape[1], form.CHUNK)]
+    return [slice(start, start + CHUNK) for start in range(0, x.shape[1], CHUNK)]
 
 
 def _chunk_of(inputs: tuple[Tensor, ...], chunk: slice) -> list[Tensor]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fastweights.ops.device import multiprocessors, shared_bytes, unsupported_reason
+from fastweights.rules import DELTA_RULES
 from fastweights.rules.base import MIN_GATE_LOGIT
 from fastweights.rules.normalizer import divide
 
@@ -45,13 +46,14 @@ def step(
     """Update a state by one token, in place, and read it.
 
     Args:
-        rule: "add", "gated", "delta" or "decay".
+        rule: "add", "gated", "delta", "decay" or "gated_delta".
         state: [B,S,d,m] float32, contiguous; [B,S,d+1,m] with `normalize`. Changed in place.
         q: queries [B,G*S,m].
         k: keys [B,S,m].
         v: values [B,S,d].
-        gate_logits: the rule's gate logits: decay f [B,S,m] and z [B,S,d]; gated and delta g [B,S]; add none.
-        normalize: divide by the normalizer.
+        gate_logits: the rule's gate logits: decay f [B,S,m] and z [B,S,d]; gated and delta g [B,S]; gated_delta f and
+            g; add none.
+        normalize: divide by the normalizer; not for decay and gated_delta, which have none.
 
     Returns:
         y [B,G*S,d] in v's dtype, read from the state after the update.
@@ -84,10 +86,12 @@ def step_torch(
         logit = gate_logits[0].clamp(min=MIN_GATE_LOGIT).unsqueeze(-1)
         state.mul_(logit.sigmoid().unsqueeze(-1))
         k = k * (-logit).sigmoid()
-    elif rule == "delta":
+    elif rule in DELTA_RULES:
         if total is not None:
             total.add_(k)
-        v = gate_logits[0].sigmoid().unsqueeze(-1) * (v - (values @ k.unsqueeze(-1)).squeeze(-1))
+        if rule == "gated_delta":
+            values.mul_(gate_logits[0].clamp(min=MIN_GATE_LOGIT).sigmoid_().unsqueeze(-2))
+        v = gate_logits[-1].sigmoid().unsqueeze(-1) * (v - (values @ k.unsqueeze(-1)).squeeze(-1))
     values.addcmul_(v.unsqueeze(-1), k.unsqueeze(-2))
     if total is not None and rule != "delta":
         total.add_(k)
@@ -106,6 +110,7 @@ def step_kernel(
     normalize: bool = False,
     rotary: Rotary | None = None,
     key_scale: Tensor | None = None,
+    unit: bool = False,
     overlap: bool = False,
 ) -> None:
     """`step` as one Triton kernel that writes into y.
@@ -115,6 +120,7 @@ def step_kernel(
         y: output [B,G*S,d].
         rotary: apply RoPE to queries and keys. None: they are used as they are.
         key_scale: [S,m], multiplied into the keys after RoPE.
+        unit: scale queries and keys to unit length (unit_normalize), before key_scale.
         overlap: start before the previous kernel has ended (see `can_overlap`).
     """
     from triton import cdiv, next_power_of_2
@@ -150,6 +156,7 @@ def step_kernel(
             RULE=rule,
             NORMALIZE=normalize,
             HAS_KEY_SCALE=key_scale is not None,
+            UNIT=unit,
             BLOCK_D=block_d,
             BLOCK_M=block_m,
             SLICES=slices if normalize else 1,
@@ -165,7 +172,7 @@ WINDOW_TILE, WINDOW_BYTES = 2**14, 9
 
 
 def has_window_kernel(width: int, d: int, device: torch.device) -> bool:
-    """Whether a window of `width` tokens and heads of d fit into one program on this device."""
+    """Whether ring buffers of `width` tokens and heads of d fit into one program on this device."""
     from triton import next_power_of_2
 
     tile = max(16, next_power_of_2(width)) * max(16, next_power_of_2(d))
@@ -183,13 +190,15 @@ def window_kernel(
     rotary: Rotary | None = None,
     softcap: float | None = None,
     rule_output: Tensor | None = None,
-    window_share: Tensor | None = None,
+    mix_logit: Tensor | None = None,
+    sinks: int = 0,
     overlap: bool = False,
 ) -> None:
-    """Add a token to a window's ring buffers, in place, and attend to the last w tokens.
+    """Add a token to a window's ring buffers, in place, and attend to the last w tokens and to the first n.
 
     Args:
-        keys, values: ring buffers [B,S,w,d]; the new token is written at positions modulo w.
+        keys, values: ring buffers [B,S,n+w,d]. The first n tokens stay at their places; a later token is written at
+            n + (positions - n) modulo w.
         positions: [B], the number of tokens seen before this one.
         q: queries [B,H,d].
         k, v: the new token's key and value [B,S,d].
@@ -197,7 +206,8 @@ def window_kernel(
         rotary: apply RoPE to queries and keys. None: they are used as they are.
         softcap: cap of the attention logits. None: no cap.
         rule_output: the rule's output [B,H,d], to be mixed with the window's. None: y is the window's output alone.
-        window_share: [H], the share of the window in the mix.
+        mix_logit: [H] or [B,H]; its sigmoid is the window's share in the mix.
+        sinks: n.
         overlap: start before the previous kernel has ended (see `can_overlap`).
     """
     from triton import next_power_of_2
@@ -207,6 +217,7 @@ def window_kernel(
     q, k, v = (x if x[0].is_contiguous() else x.contiguous() for x in (q, k, v))
     (batch, states, width, d), group = keys.shape, q.shape[1] // keys.shape[1]
     cos, sin, pairs = rotary or (y, y, y)
+    mix_logit = y if mix_logit is None else mix_logit
     block_d, block_w = (max(16, next_power_of_2(n)) for n in (d, width))
     with torch.cuda.device_of(y):
         kernel[(batch * states,)](
@@ -220,13 +231,15 @@ def window_kernel(
             sin,
             pairs,
             y if rule_output is None else rule_output.contiguous(),
-            y if window_share is None else window_share,
+            mix_logit,
             y,
             *(x.stride(0) for x in (q, k, v, cos)),
+            mix_logit.stride(0) if mix_logit.ndim == 2 else 0,
             STATES=states,
             GROUP=group,
             D=d,
             WIDTH=width,
+            SINKS=sinks,
             ROTARY_PAIRS=0 if rotary is None else pairs.shape[1],
             SOFTCAP=softcap or 0.0,
             MIXED=rule_output is not None,

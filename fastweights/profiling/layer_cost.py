@@ -21,7 +21,7 @@ from fastweights.profiling.model_cost import first_cheaper_from, with_crossings
 from fastweights.profiling.timing import Conditions, Contender, Findings, check_room, measure, on
 from fastweights.results import CostResult
 from fastweights.rules import RULES
-from fastweights.rules.feature_maps import sum_normalize
+from fastweights.rules.feature_maps import sum_normalize, unit_normalize
 from fastweights.utils.progress import track
 
 LENGTHS = tuple(2**i for i in range(7, 17))
@@ -42,6 +42,7 @@ class Shape:
 
     @property
     def width(self) -> int:
+        """Width of the hidden states."""
         return self.heads * self.d
 
     def random(self, *shape: int, scale: float = 1.0) -> Tensor:
@@ -86,6 +87,7 @@ class AttentionLayer(Layer):
         return (self.keys[:, :, 1:].numel() + self.values[:, :, 1:].numel()) * self.keys.itemsize
 
     def step(self, x: Tensor) -> Tensor:
+        """The output [B,W] of a token x [B,W]."""
         q, k, v = (part[:, :, None] for part in self.projected(x))
         self.keys.index_copy_(2, self.place, k)
         self.values.index_copy_(2, self.place, v)
@@ -95,25 +97,30 @@ class AttentionLayer(Layer):
 class RuleLayer(Layer):
     """A rule in its best configuration in the paper.
 
-    delta has a ReLU map, whose matrix is part of the projections, and sum normalization. The others have neither.
+    delta has a ReLU map, whose matrix is part of the projections, and sum normalization. The others have neither;
+    gated_delta, which is not in the paper, has queries and keys of unit length.
     """
 
     def __init__(self, shape: Shape, rule: str) -> None:
         widths = {"m": shape.m, "d": shape.d, "1": 1}
         self.rule, self.gates = rule, list(RULES[rule].gates.values())
         super().__init__(shape, shape.m, shape.m, shape.d, *(widths[gate] for gate in self.gates))
-        self.maps = FastWeightsConfig(rule=rule).normalizes_sum
+        self.config = FastWeightsConfig(rule=rule)
         exact = torch.promote_types(shape.dtype, torch.float32)
         self.state = shape.random(shape.batch, shape.heads, shape.d, shape.m).to(exact)
 
     @property
     def cached_bytes(self) -> int:
+        """Bytes of the state."""
         return self.state.nbytes
 
     def step(self, x: Tensor) -> Tensor:
+        """The output [B,W] of a token x [B,W]. The state is updated in place."""
         q, k, v, *logits = self.projected(x)
-        if self.maps:
+        if self.config.normalizes_sum:
             q, k = sum_normalize(F.relu(q)), sum_normalize(F.relu(k))
+        if self.config.normalizes_unit:
+            q, k = unit_normalize(q), unit_normalize(k)
         gates = tuple(logit[..., 0] if width == "1" else logit for logit, width in zip(logits, self.gates, strict=True))
         return self.out(step(self.rule, self.state, q, k, v, gates))
 

@@ -24,11 +24,11 @@ from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.description import layer_memory
 from fastweights.modeling.families import family_of
 from fastweights.modeling.modes import evaluating
-from fastweights.modeling.positions import position_limit
+from fastweights.modeling.positions import check_length, position_limit
 from fastweights.profiling.checks import check_counts, check_lengths
 from fastweights.profiling.timing import Conditions, Contender, Findings, check_room, measure, on
 from fastweights.results import CostPoint, CostResult, ModelCost
-from fastweights.utils.errors import Argument
+from fastweights.utils.errors import Argument, error_context
 from fastweights.utils.progress import track
 
 LENGTHS = (256, 1024, 4096, 16384)
@@ -69,7 +69,8 @@ def decode_cost(
         The cost of each model by length, without provenance.
 
     Raises:
-        ConfigError: If there is no model, no length, or a model has too few positions for the shortest.
+        ConfigError: If there is no model or no length.
+        PositionError: If a model has too few positions for the shortest.
     """
     _check(models, lengths, batch, timed_tokens)
     lengths = sorted(lengths)
@@ -152,14 +153,10 @@ def _check(models: Mapping[str, Any], lengths: Sequence[int], batch: int, timed_
 
 
 def _check_positions(models: Mapping[str, Any], shortest: int) -> None:
+    what = "the shortest of ", Argument("lengths"), " and the timed token make a sequence of"
     for name, model in models.items():
-        if not _fits(model, shortest):
-            raise ConfigError(
-                f"{name} has fewer learned positions than the {shortest} tokens that the shortest of the lengths needs "
-                "with the timed one: give shorter ",
-                Argument("lengths"),
-                ", or stretch_positions=True",
-            )
+        with error_context(f"{name}: "):
+            check_length(model, shortest, *what, fix=("Give shorter ones, or stretch_positions=True",))
 
 
 def _fits(model: Any, length: int) -> bool:

@@ -32,10 +32,12 @@ class VariantRuns:
 
     @property
     def label(self) -> str:
+        """Row and column in one name."""
         return f"{self.row} ({self.column})" if self.column else self.row
 
     @property
     def runs(self) -> list[TrainingResult]:
+        """The results of the runs."""
         return [entry.run for entry in self.entries]
 
     @property
@@ -67,14 +69,17 @@ class Comparison:
 
     @property
     def rows(self) -> list[str]:
+        """The names of the rows."""
         return list(dict.fromkeys(variant.row for variant in self.variants))
 
     @property
     def columns(self) -> list[str]:
+        """The names of the columns."""
         return list(dict.fromkeys(variant.column for variant in self.variants))
 
     @property
     def entries(self) -> list[RunEntry]:
+        """The runs of all variants."""
         return [entry for variant in self.variants for entry in variant.entries]
 
 

@@ -84,6 +84,7 @@ class Panel:
 
     @property
     def is_empty(self) -> bool:
+        """Whether there is no point to draw."""
         return not any(map(self.shown, self.lines))
 
 
@@ -100,6 +101,7 @@ class BarChart:
 
     @property
     def is_empty(self) -> bool:
+        """Whether there is no bar to draw."""
         return not any(finite(height) is not None for _, height in self.bars)
 
 

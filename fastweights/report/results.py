@@ -49,6 +49,7 @@ class ModelEntry:
 
     @property
     def converted(self) -> bool:
+        """Whether the model has fast-weight layers."""
         return self.model.converted
 
     @property

@@ -98,5 +98,5 @@ def settings_text(settings: dict[str, Any] | None) -> str:
     if settings is None:
         return MISSING
     parts = [str(settings.get("rule", MISSING))]
-    parts += [f"{name} {settings[name]}" for name in ("m", "window") if settings.get(name)]
+    parts += [f"{name} {settings[name]}" for name in ("m", "window", "sinks") if settings.get(name)]
     return ", ".join(parts)

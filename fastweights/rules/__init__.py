@@ -5,7 +5,10 @@ from fastweights.rules.base import Rule, loop
 from fastweights.rules.decay import DECAY
 from fastweights.rules.delta import DELTA
 from fastweights.rules.gated import GATED
+from fastweights.rules.gated_delta import GATED_DELTA
 
-RULES: dict[str, Rule] = {rule.name: rule for rule in (ADD, GATED, DELTA, DECAY)}
+RULES: dict[str, Rule] = {rule.name: rule for rule in (ADD, GATED, DELTA, DECAY, GATED_DELTA)}
+# Rules that write the difference from what the state holds under the key. Their chunked form is the WY form.
+DELTA_RULES = (DELTA.name, GATED_DELTA.name)
 
-__all__ = ["RULES", "Rule", "loop"]
+__all__ = ["DELTA_RULES", "RULES", "Rule", "loop"]

@@ -25,12 +25,19 @@ Step = Callable[..., tuple[Tensor, Tensor]]
 class Rule:
     """An update rule: step(S, q, k, v, *gate_logits) -> (y, new S).
 
-    `gates` maps the name of each gate to its width: "m", "d" or "1" (one value per head).
+    `gates` maps the name of each gate to its width: "m", "d" or "1" (one value per head). `has_normalizer` says whether
+    attention normalization is defined for the rule (normalizer.py).
     """
 
     name: str
     step: Step
     gates: dict[str, str]
+    has_normalizer: bool = True
+
+
+def forget_gate(logit: Tensor) -> Tensor:
+    """sigmoid(logit), with the logit clamped at the floor."""
+    return logit.clamp(min=MIN_GATE_LOGIT).sigmoid()
 
 
 def read(state: Tensor, q: Tensor) -> Tensor:

@@ -5,18 +5,13 @@ f = sigmoid(f_logit) in (0,1)^m forgets along the keys, z = sigmoid(z_logit) in 
 
 from torch import Tensor
 
-from fastweights.rules.base import MIN_GATE_LOGIT, Rule, outer, read
-
-
-def gate(logit: Tensor) -> Tensor:
-    """sigmoid(logit), with the logit clamped at the floor."""
-    return logit.clamp(min=MIN_GATE_LOGIT).sigmoid()
+from fastweights.rules.base import Rule, forget_gate, outer, read
 
 
 def step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, f_logit: Tensor, z_logit: Tensor) -> tuple[Tensor, Tensor]:
     """One token of the decay rule; shapes as in rules/base.py."""
-    state = outer(gate(z_logit), gate(f_logit)) * state + outer(v, k)
+    state = outer(forget_gate(z_logit), forget_gate(f_logit)) * state + outer(v, k)
     return read(state, q), state
 
 
-DECAY = Rule("decay", step, gates={"f": "m", "z": "d"})
+DECAY = Rule("decay", step, gates={"f": "m", "z": "d"}, has_normalizer=False)

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 SMALLEST_SUM = 1e-6
+# Added to the squared length of features that are scaled to unit length: features of zero remain zero.
+UNIT_EPSILON = 1e-6
 
 
 def input_width(name: str, m: int, d: int) -> int:
@@ -23,6 +25,12 @@ def input_width(name: str, m: int, d: int) -> int:
 def sum_normalize(x: Tensor) -> Tensor:
     """phi / sum(phi), for positive features: [...,m] -> [...,m]."""
     return x / x.sum(-1, keepdim=True).clamp(min=SMALLEST_SUM)
+
+
+def unit_normalize(x: Tensor) -> Tensor:
+    """phi / |phi|, computed in at least float32: [...,m] -> [...,m]."""
+    wide = _at_least_float32(x)
+    return (wide * (wide.square().sum(-1, keepdim=True) + UNIT_EPSILON).rsqrt()).to(x.dtype)
 
 
 class Identity(nn.Module):

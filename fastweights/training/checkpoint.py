@@ -2,8 +2,8 @@
 
 A run's folder holds checkpoints/STAGE-STEP/ (a saved model, training.safetensors, progress.json and, written last,
 manifest.json with the checksums of the others), `best` and `last` (links to two of them), run.json (the TrainConfig,
-and whether a checkpoint was reported), log.jsonl (a line for each step), .lock (the process that trains) and, at the
-end, result.json.
+and whether a checkpoint was reported), log.jsonl (see `log`), .lock (the process that trains) and, at the end,
+result.json.
 
 The last two checkpoints stay, so that a run can resume if the last one is damaged, and the best one of either. A run
 with a validation text starts with a checkpoint of step 0, after the fit of the first stage: that model may stay the
@@ -12,7 +12,6 @@ best one. Nothing is read or deleted through a link.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -39,7 +38,8 @@ from fastweights.results import BaseModel, ValidationPoint, parse_fields, plain
 from fastweights.training.recipe import Recipe
 from fastweights.training.run_folder import CHECKPOINTS, is_unused
 from fastweights.training.run_folder import LOCK as LOCK
-from fastweights.utils import parsing
+from fastweights.training.run_folder import LOG as LOG
+from fastweights.training.run_folder import RESULT as RESULT
 from fastweights.utils.errors import CheckpointError, FastWeightsError, error_context
 from fastweights.utils.files import (
     atomic_folder,
@@ -48,20 +48,17 @@ from fastweights.utils.files import (
     remove_leftovers,
     write_json,
     write_tensors,
-    write_text,
 )
 from fastweights.utils.manifest import MANIFEST, find_damage, write_manifest
+from fastweights.utils.parsing import ParseError, read_json
 
-TRAINING, PROGRESS, LOG, RESULT = "training.safetensors", "progress.json", "log.jsonl", "result.json"
+TRAINING, PROGRESS = "training.safetensors", "progress.json"
 # Version of the checkpoints that are written. Those of version 0 have no manifest. Before version 2, the validation
 # before the first step was not always counted as the best one.
 FORMAT = 2
 RETAINED = 2
 # In run.json: whether the run has reported a checkpoint. Without one it starts again at step 0.
 CHECKPOINTED = "checkpointed"
-# Fields that a line of the log has, and their types.
-_STEP_LINE: dict[str, type] = {"step": int, "stage": int, "tokens": int, "loss": float}
-_VALIDATION_LINE: dict[str, type] = {"step": int, "stage": int, "validation_loss": float}
 STUDENT = "student."  # prefix of unmerged weights in training.safetensors
 FULL_ON_CPU = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -164,18 +161,27 @@ def _check(place: str, value: float, least: float, most: float = math.inf) -> No
         raise CheckpointError(f"{place} must be {f'{least:,}' if least == most else expected}, found {value:,}")
 
 
-def read_json(path: Path) -> Any:
+def read_run_file(path: Path) -> Any:
+    """Read a JSON file that a run wrote, such as run.json or progress.json.
+
+    Raises:
+        CheckpointError: It cannot be read, or is not JSON.
+    """
     try:
-        return parsing.read_json(path)
-    except (OSError, parsing.ParseError) as error:
-        reason = f"it {error}" if isinstance(error, parsing.ParseError) else error.strerror
+        return read_json(path)
+    except (OSError, ParseError) as error:
+        reason = f"it {error}" if isinstance(error, ParseError) else error.strerror
         raise CheckpointError(f"{path} cannot be read: {reason}; restore it, or start a new run") from error
 
 
 def read_progress(checkpoint: Path, recipe: Recipe | None = None) -> Progress:
-    """The progress in a checkpoint; `recipe` as in `Progress.from_dict`."""
+    """How far the run had come when a checkpoint was written; `recipe` as in `Progress.from_dict`.
+
+    Raises:
+        CheckpointError: Its file cannot be read, or has values that no run reaches.
+    """
     path = checkpoint / PROGRESS
-    body = read_json(path)
+    body = read_run_file(path)
     try:
         return Progress.from_dict(body, recipe)
     except FastWeightsError as error:
@@ -186,6 +192,7 @@ def read_progress(checkpoint: Path, recipe: Recipe | None = None) -> Progress:
 
 
 def checkpoint_folder(folder: Path, progress: Progress) -> Path:
+    """The folder of the checkpoint that a run in `folder` writes when it has come this far."""
     return folder / CHECKPOINTS / f"{progress.stage}-{progress.step:07d}"
 
 
@@ -257,7 +264,7 @@ def was_never_saved(folder: Path) -> bool:
     if linked_folder or checkpoints(folder) or any(os.path.lexists(folder / name) for name in (LAST, BEST)):
         return False
     try:
-        run = read_json(folder / RUN)
+        run = read_run_file(folder / RUN)
     except CheckpointError:
         return False
     return isinstance(run, dict) and run.get(CHECKPOINTED) is False
@@ -313,7 +320,7 @@ def write_run(folder: Path, config: dict[str, Any], checkpointed: bool) -> None:
 
 def read_run(folder: Path) -> dict[str, Any]:
     """The settings in run.json."""
-    values = read_json(folder / RUN)
+    values = read_run_file(folder / RUN)
     if not isinstance(values, dict):
         raise CheckpointError(f"{folder / RUN} must hold an object, found a {type(values).__name__}: restore it")
     return {name: value for name, value in values.items() if name != CHECKPOINTED}
@@ -483,6 +490,11 @@ def read_training(checkpoint: Path) -> dict[str, Tensor]:
 
 @contextmanager
 def open_training(checkpoint: Path) -> Iterator[Any]:
+    """Open the file of `training_tensors` in a checkpoint.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
     try:
         with safe_open(checkpoint / TRAINING, framework="pt") as file:
             yield file
@@ -490,36 +502,3 @@ def open_training(checkpoint: Path) -> Iterator[Any]:
         raise CheckpointError(
             f"{checkpoint / TRAINING} cannot be read: {error}; restore it, or start a new run"
         ) from error
-
-
-def read_log(folder: Path, until: int | None) -> tuple[list[dict[str, Any]], int]:
-    """Read the log up to step `until`, or nothing of it if that is None. A line that cannot be read is left out.
-
-    Returns:
-        The lines, and the number of steps that have none.
-    """
-    path = folder / LOG
-    if until is None:
-        return [], 0
-    texts = path.read_text(errors="replace").splitlines() if path.is_file() else ()
-    lines = [line for line in map(_parse_line, texts) if line is not None and line["step"] <= until]
-    steps = {line["step"] for line in lines if "loss" in line and line["step"] > 0}
-    return lines, until - len(steps)
-
-
-def _parse_line(text: str) -> dict[str, Any] | None:
-    """A line of the log; None where it is damaged."""
-    try:
-        line = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(line, dict):
-        return None
-    types = _VALIDATION_LINE if "validation_loss" in line else _STEP_LINE
-    return line if all(type(line.get(name)) is kind for name, kind in types.items()) else None
-
-
-def truncate_log(folder: Path, lines: list[dict[str, Any]]) -> None:
-    """Replace the log by lines of it: the run writes those again that came after its checkpoint."""
-    if (folder / LOG).is_file():
-        write_text(folder / LOG, "".join(json.dumps(line) + "\n" for line in lines))

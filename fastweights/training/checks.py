@@ -9,7 +9,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import LoggerType
 
 from fastweights.modeling.classes import FastWeightsMixin
-from fastweights.modeling.positions import position_limit
+from fastweights.modeling.positions import check_length
 from fastweights.training.optimizer import parameter_groups
 from fastweights.training.recipe import Recipe, Stage
 from fastweights.training.run_folder import TrainingError
@@ -25,9 +25,9 @@ def check_run(config: TrainConfig, student: Any, processes: int, sharded: bool) 
     """Refuse a run that the model, the recipe or the number of processes rules out.
 
     Raises:
-        TrainingError: It names the argument to change.
+        TrainingError, PositionError: It names the argument to change.
     """
-    check_lengths(config, position_limit(student))
+    check_positions(config, student)
     for stage in config.recipe.stages:
         _check_stage(config.model, stage, student)
         _check_processes(config.recipe, stage, processes)
@@ -35,13 +35,12 @@ def check_run(config: TrainConfig, student: Any, processes: int, sharded: bool) 
         _check_lora(config.model, student, sharded)
 
 
-def check_lengths(config: TrainConfig, limit: int | None) -> None:
-    """Refuse sequences longer than a model's position table, which has `limit` positions (None: it has no table)."""
+def check_positions(config: TrainConfig, model: Any) -> None:
+    """Refuse a run with sequences that are longer than the model's position table."""
     recipe = config.recipe
     lengths = [recipe.length_of(stage) for stage in recipe.stages]
     longest = max(lengths if config.validation is None else [*lengths, recipe.length])
-    if limit is not None and longest > limit:
-        raise TrainingError(Argument("length"), f" {longest}: {config.model} has positions for {limit} tokens only")
+    check_length(model, longest, Argument("length"))
 
 
 def _check_stage(model: str, stage: Stage, student: Any) -> None:

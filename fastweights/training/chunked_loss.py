@@ -50,6 +50,7 @@ def without_head(model: Any) -> Iterator[list[Tensor]]:
 
 
 def head_of(model: Any) -> Head:
+    """The output layer of a causal language model, with the softcap of its logits."""
     layer = model.get_output_embeddings()
     return Head(layer.weight, layer.bias, getattr(model.config, "final_logit_softcapping", None))
 
@@ -100,6 +101,7 @@ def head_loss(
 
 
 def logits_at_once(device: torch.device, memory_share: float = 1.0) -> int:
+    """The number of logits to compute at a time, so that a chunk fits the memory that this run may use."""
     if device.type != "cuda":
         return LOGITS_AT_ONCE
     memory = memory_share * torch.cuda.get_device_properties(device).total_memory

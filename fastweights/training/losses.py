@@ -96,6 +96,7 @@ class StageLoss(nn.Module):
 
     @property
     def teacher(self) -> Any:
+        """The teacher. It is in a list, so that it is no submodule and its parameters are not trained."""
         return self._teacher[0]
 
     def forward(self, batch: Batch, score: bool = False) -> Tensor:

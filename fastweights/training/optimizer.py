@@ -35,6 +35,11 @@ class DivergenceWatch:
         self.above = 0
 
     def update(self, loss: float) -> None:
+        """Take the loss of a step into account.
+
+        Raises:
+            Diverged: The loss has been too high for too long.
+        """
         self.recent = [*self.recent[-(WATCHED_STEPS - 1) :], loss]
         mean = sum(self.recent) / len(self.recent)
         self.best = min(self.best, mean)
@@ -125,6 +130,7 @@ def make_optimizer(student: Any, stage: Stage) -> torch.optim.Optimizer:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, share: float) -> None:
+    """Set the learning rate of each group of parameters to a share of its highest one."""
     for group in optimizer.param_groups:
         group["lr"] = share * group["peak"]
 

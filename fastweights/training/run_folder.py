@@ -11,7 +11,8 @@ from fastweights.model_paths import RUN
 from fastweights.utils.errors import Argument, Call, FastWeightsError
 from fastweights.utils.files import is_temporary
 
-LOCK, CHECKPOINTS = ".lock", "checkpoints"
+# In that folder; see `checkpoint` for what they hold.
+CHECKPOINTS, LOG, RESULT, LOCK = "checkpoints", "log.jsonl", "result.json", ".lock"
 
 
 class TrainingError(FastWeightsError):

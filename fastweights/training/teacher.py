@@ -57,12 +57,12 @@ def load_teacher(
     except CheckpointError as error:
         default = () if teacher else (f"the base of {source} is not found, name it with ",)
         raise TeacherError(*default, Argument("teacher"), ": ", *error.parts) from error
-    check_sizes(model, student, name)
+    check_teacher_sizes(model, student, name)
     model.config._name_or_path = str(name)  # transformers sets only the folder of a GGUF file
     return model
 
 
-def check_sizes(teacher: Any, student: Any, name: str) -> None:
+def check_teacher_sizes(teacher: Any, student: Any, name: str) -> None:
     """Refuse a teacher whose vocabulary, layers or width are not the student's."""
     found, expected = sizes_of(teacher), sizes_of(student)
     if found != expected:

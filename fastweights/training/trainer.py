@@ -48,6 +48,7 @@ from fastweights.results import (
 )
 from fastweights.training import checkpoint as saved
 from fastweights.training.checks import check_run, check_tracker
+from fastweights.training.log import read_log, truncate_log
 from fastweights.training.losses import Batch, StageLoss, converted_layers, next_token_loss
 from fastweights.training.micro_batch import micro_batch_size
 from fastweights.training.optimizer import (
@@ -125,10 +126,12 @@ class TrainConfig:
         check_settings(self, TrainingError)
 
     def to_dict(self) -> dict[str, Any]:
+        """The settings as plain values, for run.json."""
         return asdict(self) | {"recipe": self.recipe.to_dict()}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainConfig:
+        """The settings that `to_dict` returned."""
         return cls(**values | {"recipe": Recipe.from_dict(values["recipe"])})
 
     def with_absolute_paths(self) -> TrainConfig:
@@ -333,8 +336,8 @@ class Trainer:
         progress = saved.Progress() if last is None else saved.read_progress(last, self.recipe)
         self._check_same_recipe(progress)
         with self._write_errors(folder):
-            log, missing = saved.read_log(folder, None if last is None else progress.step)
-            saved.truncate_log(folder, log)
+            log, missing = read_log(folder, None if last is None else progress.step)
+            truncate_log(folder, log)
             if last is not None:
                 saved.restore_links(folder, last, progress)
                 self.display.print(f"resuming from {last.relative_to(folder)}, step {progress.step}")

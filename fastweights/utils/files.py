@@ -2,7 +2,8 @@
 
 Everything is written under a temporary name beside its target and flushed to the disk; then it is renamed, and the
 folder that holds it is flushed. The name holds the process and the machine, so that a later write can remove what a
-killed process left behind.
+killed process left behind. Only lines that are worth keeping when their process is killed (`atomic_lines`) have a name
+that is known.
 """
 
 from __future__ import annotations
@@ -55,6 +56,48 @@ def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
             flush(path.parent)
         finally:
             _remove(temporary)
+
+
+def partial_file(path: str | os.PathLike) -> Path:
+    """The file that holds the lines of `atomic_lines` until they are complete: PATH.partial."""
+    return Path(f"{os.fspath(path)}.partial")
+
+
+@contextmanager
+def atomic_lines(path: str | os.PathLike) -> Iterator[Callable[[str], None]]:
+    """Yield a function that writes a line. At the end of the block the file of these lines replaces `path`.
+
+    Until then they are in `partial_file(path)`, where each is as soon as it is written: a process that is killed leaves
+    them there, and so does a block that fails. That file has one writer at a time. The next one replaces its lines.
+
+    Raises:
+        LockedError: Another process is writing this file.
+        OSError: The lines cannot be written. `path` is as it was before.
+    """
+    path, partial = Path(path), partial_file(path)
+    with _os_errors(partial), _open_file(partial) as file:
+        # Whoever held the lock may have renamed the file after it was opened here.
+        if not _lock(file) or not _is_at(file, partial):
+            raise LockedError(f"{partial} is being written by another process: wait for it, or choose another file")
+        file.truncate()
+        try:
+            yield lambda line: print(line, file=file)
+            file.flush()
+            flush(partial)
+            partial.replace(path)
+            flush(path.parent)
+        except BaseException:
+            if _is_at(file, partial) and not os.fstat(file.fileno()).st_size:
+                _remove(partial)
+            raise
+
+
+def _is_at(file: IO[str], path: Path) -> bool:
+    """Whether an open file is the one at `path`."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.lstat())
+    except FileNotFoundError:
+        return False
 
 
 @contextmanager
@@ -174,7 +217,8 @@ def remove_leftovers(folder: Path, name: str | None = None) -> None:
 class FileLock:
     """An exclusive lock of a file, which the system releases when its process ends, however that happens.
 
-    Used as a context: `acquire` takes the lock, and the end of the block releases it.
+    Used as a context: `acquire` takes the lock, and the end of the block releases it. A process that inherits the file
+    holds the lock, too, until it ends.
     """
 
     def __init__(self, path: Path) -> None:
@@ -183,6 +227,7 @@ class FileLock:
 
     @property
     def held(self) -> bool:
+        """Whether `acquire` has taken the lock."""
         return self._file is not None
 
     def acquire(self) -> None:
@@ -192,31 +237,64 @@ class FileLock:
             LockedError: Another process holds it. The message has the number of that process.
             OSError: The file cannot be written.
         """
-        handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)  # a link could point anywhere
-        file = os.fdopen(handle, "r+")
+        file = _open_file(self.path)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.seek(0)
-            holder = file.read(20).strip() or "unknown"
+            if not _lock(file):
+                holder = file.read(20).strip() or "unknown"
+                raise LockedError(f"{self.path.parent} is in use by process {holder}: wait for it, or end it")
+        except BaseException:
             file.close()
-            raise LockedError(f"{self.path.parent} is in use by process {holder}: wait for it, or end it") from error
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, *_UNSUPPORTED):  # a file system without locks
-                file.close()
-                raise
+            raise
         self._file = file
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
+        self.name_holder(os.getpid())
+
+    def name_holder(self, process: int) -> None:
+        """Write the number of the process to wait for into the file, for example one that has inherited the lock."""
+        if self._file is not None:
+            self._file.seek(0)
+            self._file.truncate()
+            print(process, end="", file=self._file, flush=True)
+
+    def fileno(self) -> int:
+        """The descriptor of the locked file, for a process that inherits the lock.
+
+        Raises:
+            ValueError: The lock is not held.
+        """
+        if self._file is None:
+            raise ValueError(f"the lock {self.path} is not held")
+        return self._file.fileno()
+
+    def release(self) -> None:
+        """Release the lock if this process holds it. Processes that have inherited it hold it still."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def __enter__(self) -> FileLock:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self.release()
+
+
+def _open_file(path: Path) -> IO[str]:
+    """Open a file to read and write its lines, and create it where it is missing. A link is an error: it could point
+    anywhere."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    return os.fdopen(handle, "r+", encoding="utf-8", buffering=1)
+
+
+def _lock(file: IO[str]) -> bool:
+    """Lock an open file. False where another process holds the lock; True where the file system has no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, *_UNSUPPORTED):
+            raise
+    return True
 
 
 @contextmanager

@@ -32,7 +32,11 @@ Item = TypeVar("Item")
 
 
 def progress_bar(
-    *columns: str | ProgressColumn, enabled: bool = True, console: Console | None = None, transient: bool = True
+    *columns: str | ProgressColumn,
+    enabled: bool = True,
+    console: Console | None = None,
+    transient: bool = True,
+    speed_seconds: float = 30.0,
 ) -> Progress:
     """A bar on stderr, shown on a terminal only: elsewhere it would leave an empty line.
 
@@ -41,11 +45,18 @@ def progress_bar(
         enabled: False shows nothing.
         console: Where to show it, instead of stderr.
         transient: Whether the bar disappears at the end.
+        speed_seconds: The speed, and so the time left, is averaged over this time.
     """
     console = console or Console(stderr=True)
     usual = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *_times())
-    disable = not (enabled and console.is_terminal)
-    return Progress(*columns or usual, console=console, transient=transient, disable=disable)
+    bar = Progress(*columns or usual, console=console, transient=transient, speed_estimate_period=speed_seconds)
+    _enable(bar, enabled)
+    return bar
+
+
+def _enable(bar: Progress, enabled: bool) -> None:
+    """Show a bar, or nothing. Without a terminal there is nothing to show."""
+    bar.disable = not (enabled and bar.console.is_terminal)
 
 
 def track(items: Sequence[Item], description: str, enabled: bool = True) -> Iterable[Item]:
@@ -86,7 +97,7 @@ class Display:
 
     def __init__(self, enabled: bool = True, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)
-        self._bar = Progress(
+        self._bar = progress_bar(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
             _Count(),
@@ -94,8 +105,7 @@ class Display:
             TimeElapsedColumn(),
             _TimeLeft(),
             console=self.console,
-            transient=True,
-            speed_estimate_period=SPEED_SECONDS,
+            speed_seconds=SPEED_SECONDS,
         )
         self.enabled = enabled
         self._stage: Any = None
@@ -103,12 +113,13 @@ class Display:
 
     @property
     def enabled(self) -> bool:
+        """Whether anything is shown."""
         return self._enabled
 
     @enabled.setter
     def enabled(self, enabled: bool) -> None:
         self._enabled = enabled
-        self._bar.disable = not (enabled and self.console.is_terminal)
+        _enable(self._bar, enabled)
 
     def __enter__(self) -> Display:
         return self
@@ -173,6 +184,7 @@ class Display:
         self.print(f"  after {tokens:,} tokens: validation perplexity {perplexity:,.2f}{ratio}")
 
     def print(self, text: str) -> None:
+        """Print a line, where the display is enabled."""
         if self.enabled:
             self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
@@ -215,11 +227,13 @@ class RunsDisplay:
         self._bars.stop()
 
     def start(self, name: str, tokens: int) -> None:
+        """Show a run that will see this many tokens."""
         self._tasks[name] = self._bars.add_task(name, total=tokens, tokens="starting", perplexity="")
         if not self.console.is_terminal:
             self.print(f"{name}: started")
 
     def update(self, name: str, tokens: int | None, perplexity: float | None) -> None:
+        """Show how far a run has come, as far as that is known."""
         task = self._tasks[name]
         if tokens is not None:
             total = self._bars.tasks[self._bars.task_ids.index(task)].total
@@ -228,10 +242,12 @@ class RunsDisplay:
             self._bars.update(task, perplexity=f"validation {perplexity:,.2f}")
 
     def end(self, name: str, how: str) -> None:
+        """Replace the bar of a run by a line that says how it ended."""
         if name in self._tasks:
             self._bars.remove_task(self._tasks.pop(name))
             self._bars.refresh()
         self.print(f"{name}: {how}")
 
     def print(self, text: str) -> None:
+        """Print a line above the bars."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -62,13 +62,29 @@ UNDEFINED: dict[str, tuple[dict[str, Any], list[Any], str]] = {
     "log gates without gates": (
         dict(rule="add", gate_init="log"),
         ["--rule", "add", "--gate-init", "log"],
-        "only decay and gated have them",
+        "use one of the rules decay, gated, gated_delta",
+    ),
+    "unit length for a rule that does not overwrite": (
+        dict(rule="gated", normalize="unit"),
+        ["--rule", "gated", "--normalize", "unit"],
+        "use one of the rules delta, gated_delta",
+    ),
+    "attention normalization of gated_delta": (
+        dict(rule="gated_delta", normalize="attention"),
+        ["--rule", "gated_delta", "--normalize", "attention"],
+        "the gated_delta rule has no attention normalization",
     ),
     "a map for local attention": (
         dict(rule="local", feature_map="relu"),
         ["--rule", "local", "--feature-map", "relu"],
         "local attention is a softmax over its window",
     ),
+    "sinks that fill the window": (
+        dict(window=4, sinks=4),
+        ["--window", 4, "--sinks", 4],
+        "the first tokens that a window of the last ones sees, too",
+    ),
+    "a share of no window": (dict(mix="token"), ["--mix", "token"], "it needs both"),
     "a layer twice": (dict(layers=(1, 1)), ["--layers", "1,1"], "each only once"),
 }
 
@@ -149,7 +165,7 @@ def test_unknown_family_is_refused(tmp_path: Path, out: Path) -> None:
         convert(model)
     found = error_of("convert", tmp_path / "bloom", "-o", out)
     assert "cannot convert a BloomForCausalLM: supported families are gpt2" in found
-    assert "CONTRIBUTING.md" in found
+    assert "docs/add_a_family.md" in found
     assert "BloomForCausalLM" in error_of("info", tmp_path / "bloom")
     assert_nothing_left(out)
 
@@ -310,6 +326,13 @@ def test_prompt_longer_than_the_position_table_is_refused(model_folder: Path) ->
     found = error_of("generate", model_folder, "--prompt", "x" * 97)
     assert "gpt2 has learned positions for 96 tokens" in found
     assert "--positions clamp" in found
+
+
+def test_more_tokens_than_an_unconverted_model_has_positions_for_are_refused(base: Path) -> None:
+    command = ("generate", base, "--prompt", "x", "--max-new-tokens")
+    succeed(*command, 95)
+    expected = "--max-new-tokens 96 after 2 tokens makes a sequence of 97: gpt2 has learned positions for 96 tokens"
+    assert error_of(*command, 96).startswith(expected)
 
 
 def test_clamped_positions_have_no_limit(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import fastweights as fw
 from fastweights.cli import chat as chat_command
 from fastweights.decode.conversation import Conversation
-from fastweights.decode.text import TextDecoder
+from fastweights.decode.text_decoder import TextDecoder
 
 FEW = ("--max-new-tokens", 6)
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fastweights.data.batches import IGNORED, PackedBatches, validation_rows
 from fastweights.data.chat import ChatEncoder
-from fastweights.data.readers import Conversation, DataError, read_text
+from fastweights.data.readers import Chat, DataError, read_text
 from fastweights.data.token_files import TokenFile, prepare
 from fastweights.tokenization import bos_token, set_special_tokens
 
@@ -86,7 +86,7 @@ def chat_tokenizer(template: str | None, bos: bool = False) -> Any:
 def test_answers_and_their_end_tokens_are_scored(template: str, scored: list[str]) -> None:
     made = chat_tokenizer(template)
     turns = [("system", "Be brief"), *TURNS] if template in (CHATML, MISTRAL) else TURNS
-    text, ids, found = ChatEncoder(made).encode(Conversation(conversation(*turns)["messages"], "here"))
+    text, ids, found = ChatEncoder(made).encode(Chat(conversation(*turns)["messages"], "here"))
     assert made.decode(ids) == text
     assert made.decode(ids[found]) == "".join(scored)
     edges = np.diff(found.astype(int), prepend=0, append=0)
@@ -98,7 +98,7 @@ def test_answers_and_their_end_tokens_are_scored(template: str, scored: list[str
 def test_bos_is_there_once_where_template_or_model_ask_for_it(template: str, expects: bool) -> None:
     made = chat_tokenizer(template, bos=expects)
     assert bos_token(made) == (0 if expects else None)
-    _, ids, scored = ChatEncoder(made).encode(Conversation(conversation(*TURNS)["messages"], "here"))
+    _, ids, scored = ChatEncoder(made).encode(Chat(conversation(*TURNS)["messages"], "here"))
     assert ids.tolist().count(0) == (1 if expects or template == GEMMA else 0)
     assert not scored[0] and (ids[0] == 0) == (0 in ids)
 

@@ -18,7 +18,12 @@ from fastweights.decode.generation import generate_sequence
 from fastweights.decode.model import DecodeModel
 from fastweights.modeling.cache import StateError
 
-SETTINGS = [dict(m=6, layers=(0,)), dict(rule="delta", m=6, window=3, layers=(1,)), dict(rule="local", layers=(1,))]
+SETTINGS = [
+    dict(m=6, layers=(0,)),
+    dict(rule="delta", m=6, window=3, layers=(1,)),
+    dict(rule="gated_delta", m=6, window=3, layers=(0,)),
+    dict(rule="local", layers=(1,)),
+]
 
 
 def logits_by_steps(engine: fw.Engine, model: Any, sequence: torch.Tensor, new: torch.Tensor, slot: int) -> Any:
@@ -49,7 +54,7 @@ def test_sliding_window_layer_matches_the_model(length: int) -> None:
     base = transformers.MistralForCausalLM(config_of("mistral", sliding_window=5)).eval()
     model = fw.convert(base, fw.FastWeightsConfig(m=6, layers=(0,)))
     engine = fw.Engine(model, max_length=50)
-    assert list(engine.decoder.context.rings) == [(5, 2)]
+    assert list(engine.decoder.context.rings) == [(5, 2, 0)]
     for found, expected in logits_by_steps(engine, model, tokens(length), tokens(12, seed=9), slot=0):
         assert_close("logits", found, expected, 1e-5)
 

@@ -344,7 +344,7 @@ def test_rank_command_errors_name_the_flag(folder: Path, tmp_path: Path) -> None
         ([folder, *text, "--keep", 1, "--save", "file"], "--save file exists and is not an empty folder"),
         ([folder, "--data", "empty.txt"], "--data empty.txt has no text in it"),
         ([folder, "--data", "missing.txt"], "--data missing.txt: there is no such file or folder"),
-        ([folder, *text, "--length", 97], f"--length 97: {folder} has positions for 96 tokens only"),
+        ([folder, *text, "--length", 97], "--length 97: gpt2 has learned positions for 96 tokens"),
         ([folder, *text, "--tokens", 20, "--length", 30], "--tokens 20 are fewer than one row: give at least --length"),
         ([folder, *text, "--output", "none/x.json"], "--output none/x.json cannot be written"),
         ([folder, *text, "--device", "abc"], "--device abc cannot be used here"),

@@ -21,7 +21,7 @@ from helpers.tiny import pretrained
 
 from fastweights import FastWeightsConfig
 from fastweights.conversion import convert
-from fastweights.evaluation.forward import EvaluationError
+from fastweights.evaluation.checks import EvaluationError
 from fastweights.evaluation.lm_eval import LOCAL_TASKS, check_tasks, rolling_perplexity, run_tasks
 from fastweights.evaluation.perplexity import _windows, perplexity
 from fastweights.evaluation.suite import evaluate

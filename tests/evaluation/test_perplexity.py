@@ -20,6 +20,7 @@ from fastweights.evaluation.perplexity import (
     perplexity,
     perplexity_by_position,
 )
+from fastweights.modeling.positions import PositionError
 from fastweights.results import PositionBucket
 from fastweights.utils.errors import CheckpointError
 
@@ -159,9 +160,9 @@ def test_a_loss_that_is_not_finite_names_its_window() -> None:
 
 def test_windows_past_the_position_table_are_refused_unless_clamped(monkeypatch: pytest.MonkeyPatch) -> None:
     for model in (pretrained("gpt2"), converted("gpt2"), pretrained("opt")):
-        with pytest.raises(EvaluationError, match="learned positions for 96 tokens"):
+        with pytest.raises(PositionError, match="learned positions for 96 tokens"):
             perplexity(model, tokenizer(), TEXT, length=97, **QUIET)
-        with pytest.raises(EvaluationError, match="learned positions for 96 tokens"):
+        with pytest.raises(PositionError, match="learned positions for 96 tokens"):
             perplexity_by_position(model, tokenizer(), TEXT, length=97, **QUIET)
     monkeypatch.setattr(evaluation, "CHUNK", 50)
     clamped = converted("gpt2", positions="clamp")

@@ -13,8 +13,9 @@ from torch import nn
 
 from fastweights import FastWeightsConfig
 from fastweights.conversion import convert
-from fastweights.evaluation.forward import EvaluationError
+from fastweights.evaluation.checks import EvaluationError
 from fastweights.evaluation.recall import recall_probe
+from fastweights.modeling.positions import PositionError
 
 QUIET = dict(progress=False)
 
@@ -115,7 +116,7 @@ def test_recall_with_too_few_positions_or_tokens_is_refused(settings: dict[str, 
 
 
 def test_recall_respects_the_position_table() -> None:
-    with pytest.raises(EvaluationError, match=r"sequences of 97: .* positions for 96 tokens"):
+    with pytest.raises(PositionError, match=r"sequences of 97: .* positions for 96 tokens"):
         recall_probe(converted("gpt2"), distances=(81,), samples=2, **QUIET)
     found = recall_probe(converted("gpt2"), samples=2, **QUIET)
     assert [row.distance for row in found.pairs] == [16, 32, 64]

@@ -12,10 +12,11 @@ from helpers.tiny import VOCAB, pretrained
 
 from fastweights import FastWeightsConfig
 from fastweights.conversion import convert
-from fastweights.evaluation.forward import EvaluationError
+from fastweights.evaluation.checks import EvaluationError
 from fastweights.evaluation.perplexity import perplexity
 from fastweights.evaluation.suite import evaluate
 from fastweights.modeling.description import describe
+from fastweights.modeling.positions import PositionError
 from fastweights.results import EvaluationResult
 
 TEXT = "".join(CHARACTERS[i] for i in torch.randint(0, 55, (150,), generator=torch.Generator().manual_seed(3)))
@@ -78,7 +79,7 @@ def test_evaluate_measures_only_what_is_requested() -> None:
 def test_evaluate_fails_before_the_first_model_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastweights.evaluation.suite.perplexity", lambda *_, **__: pytest.fail("measured"))
     models = {"fits": (pretrained("llama"), tokenizer()), "short": (pretrained("gpt2"), tokenizer())}
-    with pytest.raises(EvaluationError, match="short: length 128: GPT2LMHeadModel has learned positions for 96"):
+    with pytest.raises(PositionError, match="short: length 128: gpt2 has learned positions for 96"):
         evaluate(models, data={"t": TEXT}, length=128, **QUIET)
     with pytest.raises(EvaluationError, match="fits: context 128"):
         evaluate(models, data={"t": TEXT}, length=128, contexts=(0, 128), **QUIET)

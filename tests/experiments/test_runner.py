@@ -37,7 +37,6 @@ from fastweights.evaluation.perplexity import perplexity
 from fastweights.experiments import runner
 from fastweights.experiments.grid import Variant
 from fastweights.experiments.job import Job, Setup
-from fastweights.experiments.runner import last_logged
 from fastweights.loading import load, load_tokenizer
 from fastweights.training import checkpoint
 from fastweights.utils.files import FileLock
@@ -226,6 +225,17 @@ def test_a_resumed_run_gets_the_memory_share_of_now(files: Files, tmp_path: Path
     job.prepare(0.25, pytest.fail)
     assert job.log.read_text() == "started\nresumed\n"
     assert json.loads((job.training / checkpoint.RUN).read_text())["memory_share"] == 0.25
+
+
+def test_lock_of_a_run_is_not_written_through_a_link(files: Files, tmp_path: Path) -> None:
+    setup = Setup(tmp_path, str(files.base), str(files.data), str(files.validation), device="cpu")
+    job = Job(setup, Variant("one", "one", make_recipe(FINETUNE)))
+    job.folder.mkdir(parents=True)
+    (tmp_path / "other").write_text("x")
+    (job.folder / "process").symlink_to(tmp_path / "other")
+    with pytest.raises(OSError, match="symbolic links"):
+        job.acquire()
+    assert (tmp_path / "other").read_text() == "x"
 
 
 def test_second_sigterm_does_not_kill_runs() -> None:
@@ -442,16 +452,6 @@ def test_runs_are_processes_of_the_program(files: Files, tmp_path: Path, monkeyp
     assert result_of(tmp_path, "one")["finished"]
 
 
-def test_last_logged_ignores_incomplete_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = tmp_path / "log.jsonl"
-    assert last_logged(log) == {}
-    lines = [{"step": 1, "tokens": 8, "loss": 3.0}, {"step": 1, "validation_loss": 2.0}, {"step": 2, "tokens": 16}]
-    log.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "tok')
-    assert last_logged(log) == {"step": 2, "tokens": 16, "loss": 3.0, "validation_loss": 2.0}
-    monkeypatch.setattr(runner, "TAIL_BYTES", 60)
-    assert last_logged(log) == {"step": 2, "tokens": 16}
-
-
 def test_bad_comparisons_are_refused_before_a_run_starts(files: Files, tmp_path: Path) -> None:
     output = tmp_path / "out"
     grid = write_grid(tmp_path, {"a": {"rule": "decay"}, "deep": {"rule": "decay", "layers": [7]}})
@@ -471,7 +471,7 @@ def test_bad_comparisons_are_refused_before_a_run_starts(files: Files, tmp_path:
         "run deep: layers=[7] do not exist: the model has 2 layers, numbered 0 to 1"
     )
     only = ("--only", "a")
-    assert f"run a: length 128: {files.base} has positions for 96 tokens only" in error_of(
+    assert "run a: length 128: gpt2 has learned positions for 96 tokens" in error_of(
         *typed(files, grid, output, *only, "--set", "length=128")
     )
     assert "converted already" in error_of(*typed(files._replace(base=files.converted), grid, output, *only))

@@ -22,8 +22,8 @@ def main() -> None:
             rings, q, k = (x.to(dtype) for x in (rings, q, k))
             angles = torch.zeros(4, d // 2)
             rotary = step.Rotary(angles, angles, torch.zeros(3, d // 2, dtype=torch.long))
-            mix = (torch.zeros_like(q), torch.zeros(9, dtype=dtype))
-            step.window_kernel(rings, rings, torch.zeros(4, dtype=torch.long), q, k, k, q, rotary, 30.0, *mix, True)
+            mix = (torch.zeros_like(q), torch.zeros(4, 9, dtype=dtype))
+            step.window_kernel(rings, rings, torch.zeros(4, dtype=torch.long), q, k, k, q, rotary, 30.0, *mix, 4, True)
             shared, options = compiler.compiled.metadata.shared, compiler.options
             assert shared <= step.WINDOW_BYTES * options["BLOCK_W"] * options["BLOCK_D"]
             print(f"{shared} bytes shared, {options['num_warps']} warps", flush=True)

@@ -123,7 +123,7 @@ def is_same_run(folder: Path, expected: Path) -> bool:
 
 def _is_finished(folder: Path) -> bool:
     try:
-        return bool(checkpoint.read_json(folder / checkpoint.RESULT)["finished"])
+        return bool(checkpoint.read_run_file(folder / checkpoint.RESULT)["finished"])
     except FastWeightsError:
         return False
 

@@ -29,7 +29,7 @@ from fastweights.data.token_files import check_vocabulary, prepare
 from fastweights.decode.generation import generate_sequence
 from fastweights.experiments.grid import load_grid
 from fastweights.loading import load, load_tokenizer
-from fastweights.modeling import cache as cache_module
+from fastweights.modeling import state_format
 from fastweights.modeling.cache import FastWeightsCache
 from fastweights.modeling.description import describe_source
 from fastweights.report import tables_of
@@ -261,7 +261,7 @@ def _forge(tensors: dict[str, torch.Tensor], metadata: dict[str, str], rng: rand
     else:
         tensors[rng.choice(("0.extra", "layers", "1.keys_", "lengths2"))] = torch.zeros(3)
     if "sha256" in metadata:
-        metadata["sha256"] = cache_module._checksum(tensors)
+        metadata["sha256"] = state_format.checksum(tensors)
 
 
 _DTYPES = (torch.uint8, torch.int64, torch.bool, torch.int32)

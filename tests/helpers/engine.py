@@ -7,12 +7,13 @@ from typing import Any
 import torch
 
 import fastweights as fw
-from helpers.tiny import pretrained, tokens
+from helpers.tiny import depend_on_input, pretrained, tokens
 
 SETTINGS = [
     dict(rule="decay", m=6),
-    dict(rule="decay", m=6, gate_init="log", window=5, state_heads="kv"),
+    dict(rule="decay", m=6, gate_init="log", window=5, sinks=2, state_heads="kv", mix="token"),
     dict(rule="delta", m=6, rotary="drop"),
+    dict(rule="gated_delta", m=6, window=3),
     dict(rule="add", m=6, feature_map="elu", normalize="attention", output_norm=True),
     dict(rule="gated", m=12, state_heads="kv", window=1),
     dict(rule="local", window=4),
@@ -26,7 +27,9 @@ def name(settings: dict[str, Any]) -> str:
 
 
 def converted(family: str = "llama", **settings: Any) -> Any:
-    return fw.convert(pretrained(family), fw.FastWeightsConfig(**settings or SETTINGS[0])).eval()
+    model = fw.convert(pretrained(family), fw.FastWeightsConfig(**settings or SETTINGS[0])).eval()
+    depend_on_input(model)
+    return model
 
 
 def prompts_of(*lengths: int) -> list[torch.Tensor]:

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from fastweights import ops
-from fastweights.rules import RULES
+from fastweights.rules import DELTA_RULES, RULES
 
 # Below this norm a tensor is compared as if it had it: what is zero but for rounding (the gradient of a query whose
 # one normalized token puts out v whatever it asks) has no ratio to speak of.
 SMALLEST_NORM = 1e-7
 # Every rule, and every rule that can be normalized with its normalizer.
-CASES = [(rule, normalize) for rule in RULES for normalize in (False, True) if not (rule == "decay" and normalize)]
+CASES = [(name, normalize) for name, rule in RULES.items() for normalize in (False, True)[: 1 + rule.has_normalizer]]
 
 
 def case_name(value: object) -> str | None:
@@ -58,7 +58,7 @@ def op_inputs(
     state: bool = True,
 ) -> dict[str, Tensor]:
     """Arguments of ops.<rule>, by name; the same values for every dtype. With normalize, what is divided by is
-    positive; delta's keys have length 1, without which its state grows without bound."""
+    positive; keys of the delta rules have length 1, without which their state grows without bound."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -67,7 +67,7 @@ def op_inputs(
     inputs = {"q": draw(B, T, groups * H, m), "k": draw(B, T, H, m), "v": draw(B, T, H, d)}
     if normalize:
         inputs |= {name: inputs[name].abs() + 0.1 for name in ("q", "k")}
-    if rule == "delta":
+    if rule in DELTA_RULES:
         inputs["k"] = inputs["k"] / inputs["k"].norm(dim=-1, keepdim=True)
     widths: dict[str, tuple[int, ...]] = {"m": (m,), "d": (d,), "1": ()}
     for gate, width in RULES[rule].gates.items():

@@ -64,3 +64,11 @@ def pretrained(family: str) -> Any:
 
 def tokens(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(2, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def depend_on_input(model: Any) -> None:
+    """Gates and the window's share start independent of the token; make them depend on it."""
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if (".gates." in name and name.endswith("weight")) or ".mix.from_token." in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3

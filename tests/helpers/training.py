@@ -40,7 +40,7 @@ CHAIN = (
 FINETUNE = (dict(loss="finetune", tokens=6 * STEP, learning_rate=1e-3),)
 # The best validation is that after step 4, which is not among the other checkpoints, and the last one is the worst.
 PEAK = (
-    dict(loss="finetune", tokens=6 * STEP, learning_rate=0.1, warmup=1.0, final=1.0),
+    dict(loss="finetune", tokens=6 * STEP, learning_rate=0.15, warmup=1.0, final=1.0),
     dict(loss="distill", tokens=6 * STEP, learning_rate=0.1, warmup=0.0),
 )
 QUIET = dict(batch_tokens=STEP, length=LENGTH, validation_tokens=4 * LENGTH)

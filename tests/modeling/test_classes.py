@@ -28,8 +28,9 @@ DECAY = dict(rule="decay", m=6)
 VARIANTS = [
     DECAY,
     dict(rule="delta", m=6, window=3, output_norm=True),
+    dict(rule="decay", m=6, window=3, mix="token"),
     dict(rule="gated", m=4, feature_map="rfa", normalize="attention", layers=(1,)),
-    dict(rule="local", window=4),
+    dict(rule="local", window=4, sinks=2),
 ]
 
 

@@ -23,6 +23,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "decay": dict(m=8),
     "windowed": dict(m=8, window=5),
     "window of one": dict(m=8, window=1),
+    "sinks": dict(m=8, window=5, sinks=3),
+    "local with sinks": dict(rule="local", window=9, sinks=8),
     "normalized": dict(rule="add", feature_map="relu", normalize="attention+sum", m=6),
     "delta, shared states": dict(rule="delta", normalize="attention", state_heads="kv", m=8),
     "local": dict(rule="local", window=7),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,13 @@ import fastweights as fw
 from fastweights.modeling.cache import StateError
 
 GREEDY = dict(do_sample=False, pad_token_id=0)
-VARIANTS = [dict(rule="decay", m=6), dict(rule="delta", m=6, window=3), dict(rule="local"), dict(m=4, layers=(0,))]
+VARIANTS = [
+    dict(rule="decay", m=6),
+    dict(rule="delta", m=6, window=3, sinks=2),
+    dict(rule="local"),
+    dict(m=4, layers=(0,)),
+    dict(rule="gated_delta", m=6, window=3),
+]
 
 
 def converted(family: str = "llama", **settings: Any) -> Any:
@@ -114,7 +121,7 @@ def test_mask_of_another_shape_than_the_tokens_is_refused() -> None:
         model()
 
 
-@pytest.mark.parametrize("rule", ["add", "gated", "delta", "decay", "local"])
+@pytest.mark.parametrize("rule", ["add", "gated", "delta", "decay", "gated_delta", "local"])
 def test_a_state_can_be_trained_from_and_made_in_inference_mode(rule: str) -> None:
     model, ids, more = converted(rule=rule, m=6), tokens(1, 8), tokens(1, 5, seed=2)
     cache = model(ids, use_cache=True).past_key_values
@@ -198,6 +205,26 @@ def test_saved_state_loads_only_with_its_own_model(tmp_path: Path) -> None:
     for stranger in (other, converted(rule="gated", m=6), converted("qwen2")):
         with pytest.raises(StateError, match="belongs to another model"):
             fw.FastWeightsCache.load(tmp_path / "s", stranger)
+
+
+def test_checkpoints_and_states_from_before_a_setting_still_load(tmp_path: Path) -> None:
+    """A model whose config.json does not name the newer settings, and a state that was saved with it."""
+    new, ids = converted(m=6, window=3), tokens(1, 5)
+    new.save_pretrained(tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    config = json.loads(path.read_text())
+    for name in ("mix", "sinks"):
+        del config["fastweights"][name]
+    path.write_text(json.dumps(config))
+    old = fw.load(tmp_path / "model")
+    with torch.no_grad():
+        assert torch.equal(old(ids).logits, new(ids).logits)
+        old(ids, use_cache=True).past_key_values.save(tmp_path / "state", old)
+    for model in (old, new):
+        assert int(fw.FastWeightsCache.load(tmp_path / "state", model).seen) == 5
+    for other in (dict(mix="token"), dict(sinks=2)):
+        with pytest.raises(StateError, match="belongs to another model"):
+            fw.FastWeightsCache.load(tmp_path / "state", converted(m=6, window=3, **other))
 
 
 def test_unsupported_uses_of_a_state_are_refused_with_the_reason() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.relative_error import assert_close
-from helpers.tiny import CONFIGS, config_of, pretrained, tokens
+from helpers.tiny import CONFIGS, config_of, depend_on_input, pretrained, tokens
 from torch import Tensor
 
 import fastweights as fw
@@ -212,11 +212,20 @@ def test_add_without_value_scale_overflows_16_bits(monkeypatch: pytest.MonkeyPat
     assert largest_output() > 65504
 
 
-def test_gated_delta_and_add_start_as_in_the_paper() -> None:
+def test_delta_and_add_start_as_in_the_paper() -> None:
     assert_close("delta's gate", _rule(rule="delta", m=4).gates["g"].bias.sigmoid(), torch.full((HEADS,), 0.007), 1e-5)
     assert_close("add's values", _rule(rule="add", m=4).projections.v_proj.weight, _pretrained_values() / 512, 1e-6)
     mapped = _rule(rule="add", m=4, feature_map="relu").projections.v_proj.weight
     assert_close("add's values with a map", mapped, _pretrained_values(), 1e-6)
+
+
+def test_gated_delta_starts_with_log_gates_and_half_steps() -> None:
+    rule = _rule(rule="gated_delta", m=6, train_length=256, rotary="drop")
+    lengths = rule.gates["f"].bias.exp().view(HEADS, 6).sort(dim=-1).values
+    assert_close("memory lengths", lengths, 256 ** (torch.arange(6) / 5).expand(HEADS, -1), 1e-5)
+    assert_close("step sizes", rule.gates["g"].bias.sigmoid(), torch.full((HEADS,), 0.5), 1e-6)
+    assert not any(gate.weight.any() for gate in rule.gates.values())
+    assert rule.key_scale is None  # keys have unit length
 
 
 def test_new_parameters_depend_only_on_seed() -> None:
@@ -235,7 +244,7 @@ PAPER = [
         ("none", "none"),
     )
     if not (rule == "decay" and "attention" in normalize)
-]
+] + [dict(rule="gated_delta", feature_map="none", normalize="unit")]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma3_text"])
@@ -252,3 +261,14 @@ def test_no_overflow_in_bfloat16_after_conversion(family: str, settings: dict[st
     assert torch.isfinite(loss)
     for name, parameter in model.named_parameters():
         assert torch.isfinite(parameter.grad).all(), name
+
+
+def test_a_share_from_the_token_starts_as_the_constant_one() -> None:
+    constant, token = (
+        fw.convert(pretrained("llama"), fw.FastWeightsConfig(m=6, window=3, mix=mix)).eval()
+        for mix in ("constant", "token")
+    )
+    ids = tokens(2, 9)
+    assert torch.equal(token(ids).logits, constant(ids).logits)
+    depend_on_input(token)
+    assert not torch.allclose(token(ids).logits, constant(ids).logits)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import random
 import zlib
 from typing import Any
@@ -18,12 +19,14 @@ import pytest
 import torch
 from helpers.pairwise import pairs_of, pairwise_cover
 from helpers.relative_error import assert_close
-from helpers.tiny import CONFIGS, VOCAB, pretrained, tokens
+from helpers.tiny import CONFIGS, VOCAB, depend_on_input, pretrained, tokens
 from torch import Tensor
 
 import fastweights as fw
 from fastweights.config import FEATURE_MAPS, NORMALIZERS, RULES, ConfigError
 from fastweights.modeling.cache import StateLayer
+from fastweights.modeling.initialization import DELTA_GATE
+from fastweights.rules import DELTA_RULES
 
 TOLERANCE = 1e-5
 LENGTH = 37
@@ -31,13 +34,16 @@ M = 6
 
 
 OPTIONS = [
-    dict(rule="decay", m=M, window=4, output_norm=True),
+    dict(rule="decay", m=M, window=4, sinks=3, output_norm=True),
     dict(rule="decay", m=M, rotary="drop", state_heads="kv", gate_init="log"),
-    dict(rule="gated", m=11, state_heads="kv", window=1),
+    dict(rule="gated", m=11, state_heads="kv", window=1, mix="token"),
     dict(rule="delta", m=1, state_heads="kv", window=5),
+    dict(rule="gated_delta", m=M, window=4, output_norm=True),
+    dict(rule="gated_delta", m=11, rotary="drop", state_heads="kv", gate_init="uniform"),
     dict(rule="add", m=M, state_heads="kv", output_norm=True),
     dict(rule="local", window=1),
     dict(rule="local", window=50),
+    dict(rule="local", window=6, sinks=2),
 ]
 PLACES = [dict(family=family, hybrid=hybrid) for family in CONFIGS for hybrid in (False, True)]
 
@@ -58,10 +64,11 @@ def _defined() -> list[dict[str, Any]]:
 DEFINED = _defined()
 BEAM_SETTINGS = [
     dict(rule="decay", m=M),
-    dict(rule="gated", m=M, window=3),
+    dict(rule="gated", m=M, window=3, mix="token"),
     dict(rule="delta", m=M),
+    dict(rule="gated_delta", m=M, window=3),
     dict(rule="add", m=M, feature_map="elu", normalize="attention"),
-    dict(rule="local", window=5),
+    dict(rule="local", window=5, sinks=2),
 ]
 
 
@@ -89,7 +96,7 @@ def _model(settings: dict[str, Any], case: dict[str, Any]) -> Any:
     retained = zlib.crc32(str(case).encode()) % 2  # in a hybrid: the first layer or the second
     layers = (1 - retained,) if case["hybrid"] else None
     model = fw.convert(pretrained(case["family"]), fw.FastWeightsConfig(layers=layers, **settings))
-    _make_gates_depend_on_input(model)
+    depend_on_input(model)
     _keep_delta_stable(model, settings)
     return model
 
@@ -123,21 +130,16 @@ def test_beam_search_with_cache_matches_without(case: dict[str, Any]) -> None:
         assert generated[index].tolist() == expected[0].tolist(), f"beams of row {index}"
 
 
-def _make_gates_depend_on_input(model: Any) -> None:
-    """Gates start independent of the token; make them depend on it."""
-    generator = torch.Generator().manual_seed(3)
-    for name, parameter in model.named_parameters():
-        if ".gates." in name and name.endswith("weight"):
-            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
-
-
 @torch.no_grad()
 def _keep_delta_stable(model: Any, settings: dict[str, Any]) -> None:
-    """Without sum normalization the delta rule diverges for keys longer than sqrt(2 / g), on every path alike."""
-    if settings["rule"] == "delta" and "sum" not in settings.get("normalize", "sum"):
+    """Keys longer than sqrt(2 / g), which only sum and unit normalization prevent, make the delta rules diverge, on
+    every path alike."""
+    if settings["rule"] in DELTA_RULES and settings.get("normalize") in ("none", "attention"):
         for name, parameter in model.named_parameters():
             if "rule.projections.q" in name or "rule.projections.k" in name:
                 parameter *= 0.3
+            if settings["rule"] == "gated_delta" and "rule.gates.g.bias" in name:  # its steps are larger than delta's
+                parameter.fill_(math.log(DELTA_GATE))
 
 
 def _tolerance(model: Any, ids: Tensor, settings: dict[str, Any]) -> float:
@@ -230,9 +232,9 @@ def _check_greedy(model: Any) -> None:
 def test_product_has_every_combination_the_config_accepts() -> None:
     """A combination that the config newly refuses must not shrink the product unnoticed."""
     by_rule = {rule: sum(settings["rule"] == rule for settings in DEFINED) for rule in RULES}
-    assert by_rule == {"decay": 6, "gated": 20, "delta": 20, "add": 20, "local": 1}
+    assert by_rule == {"decay": 6, "gated": 20, "delta": 26, "gated_delta": 16, "add": 20, "local": 1}
     assert len(CONFIGS) == 9 and VOCAB > 2
-    assert {name: len(matrix) for name, matrix in MATRICES.items()} == {"settings": 1206, "options": 126, "beams": 90}
+    assert {name: len(matrix) for name, matrix in MATRICES.items()} == {"settings": 1602, "options": 180, "beams": 108}
 
 
 @pytest.mark.parametrize("matrix", MATRICES)

@@ -13,7 +13,7 @@ from torch import nn
 import fastweights as fw
 from fastweights.modeling.layer import FastWeightsAttention
 
-VARIANTS = [dict(rule="decay", m=8), dict(rule="delta", m=8, window=3), dict(rule="local", window=4)]
+VARIANTS = [dict(rule="decay", m=8), dict(rule="delta", m=8, window=3, mix="token"), dict(rule="local", window=4)]
 
 
 def quantize(model: Any, modules: Any) -> Any:

@@ -18,7 +18,7 @@ import fastweights as fw
 GREEDY = dict(do_sample=False, pad_token_id=0)
 VARIANTS = [
     dict(rule="decay", m=6),
-    dict(rule="delta", m=6, window=3),
+    dict(rule="delta", m=6, window=3, sinks=2),
     dict(rule="local", window=4),
     dict(m=4, layers=(0,)),
     dict(m=4, layers=(1,)),

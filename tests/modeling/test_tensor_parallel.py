@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 import fastweights as fw
 from fastweights.modeling.classes import CLASSES
 
-VARIANTS = [dict(rule="decay", m=4), dict(rule="delta", m=4, window=3), dict(m=4, layers=(0,))]
+VARIANTS = [dict(rule="decay", m=4), dict(rule="delta", m=4, window=3, mix="token"), dict(m=4, layers=(0,))]
 
 # Every process compares the sharded model with the whole one; a failed assertion ends torchrun with an error.
 RUN = """

@@ -7,14 +7,14 @@ import torch
 from helpers.relative_error import op_inputs, run_op
 from torch import Tensor
 
-from fastweights.ops import tiled, wy
+from fastweights.ops.tiles import CHUNK
 from fastweights.rules import RULES
 
 B, T, H, d, m = 2, 512, 2, 64, 32
 BYTES = 4
 EVERY_STATE = B * H * T * d * m * BYTES
 # What each rule keeps besides its inputs and the boundary states, in units of T*(d+m): gated its keys times 1 - g.
-SAVED_ACTIVATIONS = {"add": 0.0, "delta": 0.0, "gated": 0.5, "decay": 0.0}
+SAVED_ACTIVATIONS = {"add": 0.0, "delta": 0.0, "gated": 0.5, "decay": 0.0, "gated_delta": 0.0}
 
 
 def saved_bytes(rule: str, length: int, backend: str) -> int:
@@ -35,9 +35,8 @@ def saved_bytes(rule: str, length: int, backend: str) -> int:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_chunked_saves_only_states_at_chunk_boundaries(rule: str) -> None:
-    chunk = (wy if rule == "delta" else tiled).CHUNK
     for length in (T, 2 * T):
-        boundaries = B * H * (length // chunk) * d * m * BYTES
+        boundaries = B * H * (length // CHUNK) * d * m * BYTES
         activations = SAVED_ACTIVATIONS[rule] * B * H * length * (d + m) * BYTES
         assert saved_bytes(rule, length, "chunked") <= activations + boundaries
 

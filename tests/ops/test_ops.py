@@ -26,6 +26,8 @@ LENGTHS = (1, 15, 16, 17, 63, 64, 65, 100, 129)
 FLAGS = ("none", "mask", "reset", "mask+reset")
 BACKENDS = ("loop", "chunked")
 OUTPUTS = ("y", "state")
+# The gates that have a floor, and that have nothing to forget at the start of a document.
+FORGET_GATES = {"gated": ("g_logit",), "decay": ("f_logit", "z_logit"), "gated_delta": ("f_logit",)}
 
 every_rule = pytest.mark.parametrize("rule", RULES)
 every_case = pytest.mark.parametrize(("rule", "normalize"), CASES, ids=[str(case_name(c)) for c in CASES])
@@ -41,7 +43,7 @@ def cut(inputs: dict[str, Tensor], start: int, stop: int | None) -> dict[str, Te
     return {name: x[:, start:stop] for name, x in inputs.items() if name != "state"}
 
 
-# --- the truth: the four equations of the paper, one number of the batch, one head, one token at a time
+# --- the truth: the equations of the paper, and of the gated delta rule, one sequence, one head, one token at a time
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
@@ -59,6 +61,10 @@ def paper_update(
     if rule == "delta":
         (g,) = gates
         return S + g * np.outer(v - S @ k, k), n + k
+    if rule == "gated_delta":
+        f, g = gates
+        S = S @ np.diag(f)
+        return S + g * np.outer(v - S @ k, k), n
     f, z = gates
     return np.outer(z, f) * S + np.outer(v, k), n
 
@@ -121,14 +127,15 @@ def test_chunked_gradients_in_float32_match_float64(rule: str, normalize: bool, 
     assert_all_close(found, expected, 1e-4)
 
 
-def test_gradients_of_closed_decay_gates_are_accurate() -> None:
+@pytest.mark.parametrize("rule", ["decay", "gated_delta"])
+def test_gradients_of_closed_gates_are_accurate(rule: str) -> None:
     """At the floor of the gates almost everything cancels; the sums are arranged so that it cancels exactly."""
-    inputs = op_inputs("decay", T=150, d=24, m=12, dtype=torch.float64, low=-10, high=-9, seed=3)
-    expected = run_with_gradients("decay", inputs, backend="loop")
-    assert_all_close(run_with_gradients("decay", as_float32(inputs), backend="chunked"), expected, 1e-4)
+    inputs = op_inputs(rule, T=150, d=24, m=12, dtype=torch.float64, low=-10, high=-9, seed=3)
+    expected = run_with_gradients(rule, inputs, backend="loop")
+    assert_all_close(run_with_gradients(rule, as_float32(inputs), backend="chunked"), expected, 1e-4)
 
 
-@pytest.mark.parametrize("rule", ["add", "gated", "delta", "decay"])
+@every_rule
 def test_second_derivative_is_an_error(rule: str) -> None:
     """The chunked backward is written by hand and has no derivative of its own."""
     inputs = {name: x.requires_grad_() for name, x in op_inputs(rule, T=20).items() if name != "state"}
@@ -138,15 +145,15 @@ def test_second_derivative_is_an_error(rule: str) -> None:
         dq.square().sum().backward()
 
 
-@pytest.mark.parametrize("rule", ["gated", "decay"])
+@pytest.mark.parametrize("rule", FORGET_GATES)
 @every_backend
 def test_gate_logits_below_floor_count_as_floor(rule: str, backend: str) -> None:
     """Below it a gate is the floor's, and has no gradient."""
     inputs = op_inputs(rule, T=40, low=MIN_GATE_LOGIT, high=MIN_GATE_LOGIT)
-    below = {name: x - 40 if name.endswith("_logit") else x for name, x in inputs.items()}
+    below = {name: x - 40 if name in FORGET_GATES[rule] else x for name, x in inputs.items()}
     found = run_with_gradients(rule, below, backend=backend)
     expected = run_with_gradients(rule, inputs, backend=backend)
-    expected |= {name: torch.zeros_like(x) for name, x in expected.items() if name.endswith("_logit")}
+    expected |= {name: torch.zeros_like(expected[name]) for name in map("gradient of {}".format, FORGET_GATES[rule])}
     assert_all_close(found, expected, 0)
 
 
@@ -230,11 +237,12 @@ def test_packed_documents_match_separate_ones(
 
 
 @every_backend
-def test_gates_of_first_token_get_no_gradient(backend: str) -> None:
-    """The gates of a document's first token get no gradient at all, not even a rounding error's."""
-    inputs, reset = op_inputs("decay", T=90), op_flags("reset", 2, 90)["reset"]
-    results = run_with_gradients("decay", inputs, reset=reset, backend=backend)
-    for name in ("f_logit", "z_logit"):
+@pytest.mark.parametrize("rule", ["decay", "gated_delta"])
+def test_forget_gates_of_first_token_get_no_gradient(rule: str, backend: str) -> None:
+    """The forget gates of a document's first token get no gradient at all, not even a rounding error's."""
+    inputs, reset = op_inputs(rule, T=90), op_flags("reset", 2, 90)["reset"]
+    results = run_with_gradients(rule, inputs, reset=reset, backend=backend)
+    for name in FORGET_GATES[rule]:
         assert (results[f"gradient of {name}"][reset] == 0).all()
         assert (results[f"gradient of {name}"][~reset] != 0).all()
 
@@ -333,14 +341,15 @@ def test_unknown_backend_is_an_error() -> None:
 
 
 def test_unknown_rule_is_an_error() -> None:
-    with pytest.raises(ValueError, match="'softmax' is not known; choose one of add, gated, delta, decay"):
+    with pytest.raises(ValueError, match="'softmax' is not known; choose one of add, gated, delta, decay, gated_delta"):
         ops.apply("softmax", *op_inputs("add", state=False).values(), ())
 
 
-def test_normalized_decay_is_an_error() -> None:
-    q, k, v, f_logit, z_logit = op_inputs("decay", state=False).values()
-    with pytest.raises(ValueError, match="decay rule has no normalizer"):
-        ops.apply("decay", q, k, v, (f_logit, z_logit), normalize=True)
+@pytest.mark.parametrize("rule", ["decay", "gated_delta"])
+def test_normalization_of_a_rule_without_normalizer_is_an_error(rule: str) -> None:
+    q, k, v, *gates = op_inputs(rule, state=False).values()
+    with pytest.raises(ValueError, match=f"the {rule} rule has no normalizer: normalize must be False"):
+        ops.apply(rule, q, k, v, tuple(gates), normalize=True)
 
 
 @every_rule
@@ -399,6 +408,8 @@ WRONG_SHAPES = [
     ("decay", "state", (2, 2, 5, 6)),
     ("gated", "g_logit", (2, 20, 2, 1)),
     ("delta", "g_logit", (2, 20, 1)),
+    ("gated_delta", "f_logit", (2, 20, 2, 6)),
+    ("gated_delta", "g_logit", (2, 20, 2, 1)),
     ("add", "state", (1, 2, 6, 5)),
     ("add", "mask", (2, 19)),
     ("add", "reset", (20,)),

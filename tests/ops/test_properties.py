@@ -16,7 +16,7 @@ from torch import Tensor
 from fastweights.config import FEATURE_MAPS, POSITIVE_MAPS
 from fastweights.rules import RULES
 from fastweights.rules.base import MIN_GATE_LOGIT
-from fastweights.rules.feature_maps import MAPS, SMALLEST_SUM, input_width, sum_normalize
+from fastweights.rules.feature_maps import MAPS, SMALLEST_SUM, input_width, sum_normalize, unit_normalize
 
 EXAMPLES = 25
 HIGH_GATE_LOGIT = 20.0
@@ -215,6 +215,31 @@ def test_sum_normalize_sums_to_one(m: int, scale: float, seed: int) -> None:
     normalized = sum_normalize(x)
     assert_close("sums", normalized.sum(-1), torch.ones(2, 3, 2), 1e-6)
     assert_close("direction", normalized * x.sum(-1, keepdim=True), x, 1e-6)
+
+
+@repeatable
+@given(m=st.integers(1, 40), scale=st.floats(1, 1e3), seed=seeds)
+def test_unit_normalize_keeps_the_direction(m: int, scale: float, seed: int) -> None:
+    x = torch.randn(2, 3, 2, m, generator=torch.Generator().manual_seed(seed))
+    x = scale * (x + x.sign())  # not near zero
+    normalized = unit_normalize(x)
+    assert_close("lengths", normalized.norm(dim=-1), torch.ones(2, 3, 2), 1e-6)
+    assert_close("direction", normalized * x.norm(dim=-1, keepdim=True), x, 1e-6)
+
+
+def test_unit_normalize_in_low_precision_is_computed_in_float32() -> None:
+    """The squares of such numbers leave float16's range."""
+    x = torch.tensor([300.0, 400.0], dtype=torch.float16)
+    assert_close("direction", unit_normalize(x), [0.6, 0.8], 1e-3)
+    assert unit_normalize(x).dtype == torch.float16
+
+
+def test_unit_normalize_of_zero_is_zero_with_finite_gradient() -> None:
+    x = torch.zeros(1, 1, 1, 4, requires_grad=True)
+    y = unit_normalize(x)
+    y.sum().backward()
+    assert torch.equal(y, torch.zeros_like(y))
+    assert x.grad is not None and torch.isfinite(x.grad).all()
 
 
 def test_sum_normalize_of_zero_is_zero() -> None:

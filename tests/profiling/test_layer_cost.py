@@ -15,7 +15,7 @@ from fastweights.profiling import timing
 from fastweights.profiling.layer_cost import AttentionLayer, RuleLayer, Shape, layer_cost
 from fastweights.results import CostPoint, CostResult, SkippedLength
 from fastweights.rules import RULES, loop
-from fastweights.rules.feature_maps import sum_normalize
+from fastweights.rules.feature_maps import sum_normalize, unit_normalize
 
 B, H, D, M, T = 2, 3, 4, 5, 6
 CPU = torch.device("cpu")
@@ -60,6 +60,8 @@ def test_steps_of_a_rule_equal_its_loop(rule: str) -> None:
     q, k, v, *logits = (part.unflatten(-1, (H, -1)) for part in F.linear(x, layer.w_in).split(layer.widths, dim=-1))
     if rule == "delta":
         q, k = sum_normalize(q.relu()), sum_normalize(k.relu())
+    if rule == "gated_delta":
+        q, k = unit_normalize(q), unit_normalize(k)
     gates = tuple(g.squeeze(-1) if width == "1" else g for g, width in zip(logits, layer.gates, strict=True))
     y, state = loop(RULES[rule], q, k, v, gates, before)
     torch.testing.assert_close(steps, F.linear(y.flatten(2), layer.w_out))

@@ -11,6 +11,7 @@ from helpers.tiny import pretrained, tokens
 from fastweights.config import ConfigError, FastWeightsConfig
 from fastweights.conversion import convert
 from fastweights.modeling.description import describe
+from fastweights.modeling.positions import PositionError
 from fastweights.profiling import model_cost as profiling
 from fastweights.profiling.model_cost import STRETCHED, cheaper_from, decode_cost, stretched
 from fastweights.report.cost import cost_panel
@@ -247,7 +248,7 @@ def test_stretched_model_equals_the_model_within_its_table(family: str) -> None:
 
 def test_invalid_arguments_are_refused_by_name() -> None:
     base = pretrained("gpt2")
-    with pytest.raises(ConfigError, match=r"base has fewer learned positions than the 201 .* stretch_positions=True"):
+    with pytest.raises(PositionError, match=r"base: .* 201: .* positions for 96 .* stretch_positions=True"):
         cost({"base": base}, (200, 300))
     with pytest.raises(ConfigError, match="found none"):
         cost({}, (10,))

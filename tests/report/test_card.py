@@ -17,7 +17,7 @@ from helpers.cli import save_model, succeed
 from helpers.sample_results import ALL, TRAINING, section, table, write
 from helpers.training import command, training_files
 
-from fastweights.modeling.description import describe_folder
+from fastweights.modeling.description import describe_source
 from fastweights.report import ReportError, model_card, write_model_card
 from fastweights.report.text import bytes_text
 from fastweights.utils.errors import CheckpointError
@@ -64,7 +64,7 @@ def test_model_card_has_settings_results_and_limits(tmp_path: Path) -> None:
     assert "gpt2-decay has a perplexity of 20.00 on wiki, 1.25 × that of gpt2 (16.00)." in balance
     assert "paper-run reached a validation perplexity of 17.33" in balance
     assert "500.0 kB, 32.0 × smaller than with gpt2 (16.0 MB)" in balance
-    described = describe_folder(folder)
+    described = describe_source(folder)
     expected = [(bytes_text(use.here), bytes_text(use.attention)) for use in described.memory]
     assert [tuple(row.values())[1:] for row in table(balance, "KV cache of the base model")] == expected
     assert table(section(card, "Limits"), "chance")[1]["gpt2-decay"] == "38.9 %"

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from helpers.sample_results import EVALUATION, evaluated, report, svg_texts, table
 
-from fastweights.report.text import count_text, seconds_text
+from fastweights.config import FastWeightsConfig
+from fastweights.report.text import count_text, seconds_text, settings_text
 
 
 def of(*models: dict[str, Any]) -> dict[str, Any]:
@@ -65,3 +66,9 @@ def test_a_model_in_two_files_is_compared_with_the_base_of_its_own(tmp_path: Pat
 )
 def test_values_that_round_up_take_the_next_unit(text: Any, value: float, shown: str) -> None:
     assert text(value) == shown
+
+
+def test_a_models_settings_name_its_sinks_where_it_has_some() -> None:
+    settings = FastWeightsConfig(window=64, sinks=4).to_dict()
+    assert settings_text(settings) == "decay, m 32, window 64, sinks 4"
+    assert settings_text(settings | {"sinks": 0}) == "decay, m 32, window 64"

@@ -73,7 +73,7 @@ def test_validation_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return graph
 
     twice = torch.compile(lambda x: 2 * x, backend=compiler)
-    monkeypatch.setattr(Trainer, "validation_loss", lambda run, score: float(twice(torch.ones(()))))
+    monkeypatch.setattr(Trainer, "validation_loss", lambda run, score, what: float(twice(torch.ones(()))))
     with training_files(tmp_path) as files:
         recipe = make_recipe(({"loss": "finetune", "tokens": STEP},))
         result = train_in(tmp_path / "run", make_train_config(files, recipe))

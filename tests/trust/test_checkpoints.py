@@ -33,7 +33,8 @@ from helpers.training import (
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from fastweights.training.checkpoint import damage_of, read_log
+from fastweights.training.checkpoint import damage_of
+from fastweights.training.log import read_log
 from fastweights.training.trainer import TrainConfig, TrainingError, resume
 from fastweights.utils.errors import CheckpointError, FastWeightsError
 from fastweights.utils.files import FileLock, LockedError, temporary_name

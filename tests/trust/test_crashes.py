@@ -24,6 +24,7 @@ from helpers.disk import RecordedDisk, write_image
 from helpers.training import crash_after, train_in, training_files
 
 from fastweights.training import checkpoint, run_folder
+from fastweights.training.log import read_log
 from fastweights.training.trainer import TrainConfig
 
 POLICIES = ("kill", "nothing unsynced", "empty files", "random")
@@ -64,8 +65,8 @@ def test_every_state_of_the_disk_has_all_that_was_reported(recorded: Recorded, t
             last = checkpoint.newest_whole(folder, recorded.config.recipe, pytest.fail)
             step = 0 if last is None else checkpoint.read_progress(last).step
             assert step >= (4 if reported == "finished" else reported)
-            assert checkpoint.read_log(folder, step)[1] == 0
-            assert reported != "finished" or checkpoint.read_json(folder / checkpoint.RESULT)["finished"]
+            assert read_log(folder, step)[1] == 0
+            assert reported != "finished" or checkpoint.read_run_file(folder / checkpoint.RESULT)["finished"]
 
 
 @pytest.mark.parametrize("count", [SAMPLED, pytest.param(MANY, marks=pytest.mark.full)])

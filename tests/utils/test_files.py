@@ -20,7 +20,9 @@ from fastweights.utils.files import (
     LockedError,
     atomic_file,
     atomic_folder,
+    atomic_lines,
     is_temporary,
+    partial_file,
     remove_leftovers,
     temporary_name,
     write_json,
@@ -143,6 +145,61 @@ def test_files_have_the_permissions_of_the_umask(tmp_path: Path, umask: int) -> 
         assert path.stat().st_mode & 0o777 == 0o666 & ~umask
 
 
+def test_lines_are_in_the_partial_file_at_once_and_in_the_file_at_the_end(tmp_path: Path) -> None:
+    write_text(tmp_path / "file", "old")
+    write_text(tmp_path / "file.partial", "a longer text of a process that was killed")
+    with atomic_lines(tmp_path / "file") as write:
+        write("ä")
+        assert content(tmp_path) == {"file": "old", "file.partial": "ä\n"}
+        write("b")
+    assert content(tmp_path) == {"file": "ä\nb\n"}
+
+
+def test_failed_block_leaves_its_lines_in_the_partial_file_and_none_leave_no_file(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="broken") as found, atomic_lines(tmp_path / "file") as write:
+        write("a")
+        raise OSError(errno.EIO, "broken")
+    assert found.value.filename == str(tmp_path / "file.partial")
+    assert content(tmp_path) == {"file.partial": "a\n"}
+    with pytest.raises(KeyboardInterrupt), atomic_lines(tmp_path / "file"):
+        raise KeyboardInterrupt
+    assert content(tmp_path) == {}
+
+
+def test_lines_have_one_writer_at_a_time(tmp_path: Path) -> None:
+    with atomic_lines(tmp_path / "file") as write:
+        write("a")
+        with pytest.raises(LockedError, match=r"file\.partial is being written by another process"):
+            atomic_lines(tmp_path / "file").__enter__()
+    assert content(tmp_path) == {"file": "a\n"}
+
+
+def test_file_that_its_writer_completed_meanwhile_is_not_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = files._lock
+
+    def complete(file: Any) -> bool:
+        """The other writer renames the file between the time it is opened and the time it is locked."""
+        partial_file(tmp_path / "file").rename(tmp_path / "file")
+        return lock(file)
+
+    write_text(tmp_path / "file.partial", "complete")
+    monkeypatch.setattr(files, "_lock", complete)
+    with pytest.raises(LockedError):
+        atomic_lines(tmp_path / "file").__enter__()
+    assert content(tmp_path) == {"file": "complete"}
+
+
+def test_lines_are_not_written_through_a_link(tmp_path: Path) -> None:
+    write_text(tmp_path / "other", "x")
+    (tmp_path / "file.partial").symlink_to("other")
+    with pytest.raises(OSError, match="symbolic links") as found:
+        atomic_lines(tmp_path / "file").__enter__()
+    assert found.value.filename == str(tmp_path / "file.partial")
+    assert (tmp_path / "other").read_text() == "x" and not (tmp_path / "file").exists()
+
+
 def test_lock_names_its_holder_and_is_released(tmp_path: Path) -> None:
     with FileLock(tmp_path / "lock") as lock:
         lock.acquire()
@@ -169,6 +226,19 @@ def test_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
         FileLock(tmp_path / "lock").acquire()
     holder.kill()
     holder.communicate()
+    with FileLock(tmp_path / "lock") as lock:
+        lock.acquire()
+
+
+def test_lock_is_held_by_a_process_that_inherits_it(tmp_path: Path) -> None:
+    with FileLock(tmp_path / "lock") as lock:
+        lock.acquire()
+        command = [sys.executable, "-c", "input()"]
+        heir = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(lock.fileno(),))
+        lock.name_holder(heir.pid)
+    with pytest.raises(LockedError, match=f"process {heir.pid}:"):
+        FileLock(tmp_path / "lock").acquire()
+    heir.communicate(b"\n")
     with FileLock(tmp_path / "lock") as lock:
         lock.acquire()
 

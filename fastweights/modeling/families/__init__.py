@@ -45,7 +45,7 @@ def family_of(model: Any) -> Family:
             )
     known = ", ".join(f"{family.name} ({family.model_class})" for family in FAMILIES.values())
     raise UnknownFamilyError(
-        f"cannot convert a {type(model).__name__}: supported families are {known}. To add one, see CONTRIBUTING.md"
+        f"cannot convert a {type(model).__name__}: supported families are {known}. To add one, see docs/add_a_family.md"
     )
 
 

@@ -99,6 +99,22 @@ def rule_op(
     save_states: bool,
     float32_output: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """A rule over a whole sequence as a custom operator, which torch.compile does not look into.
+
+    Args:
+        name: The rule.
+        q: Queries [B,T,H,m].
+        k: Keys [B,T,H,m].
+        v: Values [B,T,H,d].
+        gates: The logits of the rule's gates.
+        flags: Which tokens are padding or start a document [B,T]; None: none.
+        state: The state before the first token [B,H,d,m]; None: zeros.
+        save_states: Whether to return what the backward pass needs.
+        float32_output: Whether y is float32, else it has the dtype of v.
+
+    Returns:
+        y [B,T,H,d], the last state [B,H,d,m], and three tensors for `rule_backward_op`.
+    """
     return launch.forward(_plan(name, q, k, v, flags), q, k, v, gates, flags, state, save_states, float32_output)  # type: ignore[return-value]
 
 
@@ -124,6 +140,18 @@ def rule_backward_op(
     dy: Tensor,
     dend: Tensor,
 ) -> list[Tensor]:
+    """The gradients of `rule_op`, as a custom operator.
+
+    Args:
+        name: The rule.
+        q: As in `rule_op`, like k, v, gates and flags.
+        saved: The last three tensors that it returned.
+        dy: Gradient of y.
+        dend: Gradient of the last state.
+
+    Returns:
+        The gradients of q, k, v, the first state and each gate.
+    """
     return launch.backward(_plan(name, q, k, v, flags), q, k, v, gates, flags, saved, dy, dend)
 
 

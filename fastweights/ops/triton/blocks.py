@@ -1,6 +1,7 @@
 """Recorded launch settings of the training kernels, so that a first call only compiles and never searches.
 
-benchmarks/search_blocks.py is the search. It found the records of tiled/16 up to m = 64; the others were set by hand.
+benchmarks/search_blocks.py is the search. It found the records of tiled/16 up to m = 64; the others were set by hand,
+those of gated_delta without a GPU: they are delta's.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+
+from fastweights.rules import DELTA_RULES
 
 # Tokens per tile. Cumulative products of 16 gates at the floor, sigmoid(-10), stay within e^80 (primitives.py); those
 # of 32 would overflow float32. Kernels that never divide by a gate use SEGMENT_TILE.
@@ -30,6 +33,7 @@ class LaunchConfig(NamedTuple):
 
     @property
     def options(self) -> dict[str, int]:
+        """The keyword arguments of a kernel's launch."""
         limit = {"maxnreg": self.registers} if self.registers else {}
         return {"num_warps": self.warps, "STAGES": self.stages, **limit}
 
@@ -48,15 +52,15 @@ RECORD: dict[str, dict[str, list[int]]] = json.loads(Path(__file__).with_suffix(
 
 
 def key(family: str, bits: str, bm: int) -> str:
-    """The key of a record: "tiled" or "delta", bits of the operands, and the padded m."""
+    """The key of a record: "tiled" or the name of a delta rule, bits of the operands, and the padded m."""
     return f"{family}/{bits}/{bm}"
 
 
 def blocks_for(rule: str, m: int, d: int, dtype: torch.dtype) -> Blocks:
     """The recorded settings for a rule, its state [d,m] and the dtype of its inputs."""
-    bits, bm = "16" if dtype == torch.bfloat16 and rule != "delta" else "32", padded(m)
+    bits, bm = "16" if dtype == torch.bfloat16 and rule not in DELTA_RULES else "32", padded(m)
     bd = min(WIDEST_SLICE // (2 if bits == "32" and bm == 128 else 1), padded(d))
-    choice = RECORD[key("delta" if rule == "delta" else "tiled", bits, bm)]
+    choice = RECORD[key(rule if rule in DELTA_RULES else "tiled", bits, bm)]
     return Blocks(bm, bd, *(LaunchConfig(*choice[kernel]) for kernel in ("forward", "backward", "segments")))
 
 

@@ -1,8 +1,8 @@
 """Triton kernels of one decoding step: the update of a rule's state, and attention to a window.
 
 Shapes: state [B,S,d,m], or [B,S,d+1,m] with a normalizer   q [B,G*S,m]   k [B,S,m]   v [B,S,d]   gates [B,S,.]
-        cos, sin [B,R]   pairs [S,P]   scale [S,m]   keys, values [B,S,w,d]
-        y, rule_output [B,G*S,d]   window_share [G*S]
+        cos, sin [B,R]   pairs [S,P]   scale [S,m]   keys, values [B,S,n+w,d]
+        y, rule_output [B,G*S,d]   mix_logit [G*S] or [B,G*S]
 
 OVERLAP: programmatic dependent launch, as in decode_linear.py. Importing this module needs triton.
 """
@@ -13,14 +13,15 @@ import triton
 import triton.language as tl
 
 from fastweights.ops.triton.primitives import MIN_LOGIT, cast_rounded, matmul, wait_for_previous_kernel
-from fastweights.rules import normalizer
+from fastweights.rules import feature_maps, normalizer
 
+UNIT_EPSILON = tl.constexpr(feature_maps.UNIT_EPSILON)
 SMALLEST_DIVISOR = tl.constexpr(normalizer.SMALLEST_DIVISOR)
 
 
 @triton.jit
-def _load_rotated(x, i, m, first, cos, sin, ROTARY_PAIRS: tl.constexpr):
-    """Load a head's query or key, with RoPE applied to its first 2 * ROTARY_PAIRS elements.
+def _load_rotated(x, i, m, first, cos, sin, ROTARY_PAIRS: tl.constexpr, UNIT: tl.constexpr = False):
+    """Load a head's query or key, with RoPE applied to its first 2 * ROTARY_PAIRS elements; UNIT: of unit length.
 
     Element i of the first half is paired with element i + ROTARY_PAIRS; `first` marks the first half.
     """
@@ -29,6 +30,8 @@ def _load_rotated(x, i, m, first, cos, sin, ROTARY_PAIRS: tl.constexpr):
         rotated = i < 2 * ROTARY_PAIRS
         partner = tl.load(x + tl.where(first, i + ROTARY_PAIRS, i - ROTARY_PAIRS), rotated, 0.0).to(tl.float32)
         values = values * cos + tl.where(first, -partner, partner) * sin
+    if UNIT:
+        values = values * tl.rsqrt(tl.sum(values * values, 0) + UNIT_EPSILON)
     return values
 
 
@@ -88,6 +91,7 @@ def step_kernel(
     RULE: tl.constexpr,
     NORMALIZE: tl.constexpr,
     HAS_KEY_SCALE: tl.constexpr,
+    UNIT: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     SLICES: tl.constexpr,
@@ -120,7 +124,7 @@ def step_kernel(
             if NORMALIZE:
                 norm = tl.load(state_base + D * M + i, i < M, 0.0)
             wait_for_previous_kernel(OVERLAP)
-            key = _load_rotated(k + batch * k_stride + head * M, i, M, first, c, s, ROTARY_PAIRS) * key_scale
+            key = _load_rotated(k + batch * k_stride + head * M, i, M, first, c, s, ROTARY_PAIRS, UNIT) * key_scale
         value = tl.load(v + batch * v_stride + head * D + j, j < D, 0.0).to(tl.float32)
         if RULE == "decay":
             f = _gate(tl.load(gate + batch * gate_stride + head * M + i, i < M, 0.0))
@@ -129,8 +133,12 @@ def step_kernel(
         elif RULE == "gated":
             logit = _clamp_logit(tl.load(gate + batch * gate_stride + head))
             rows = tl.sigmoid(logit) * rows + tl.sigmoid(-logit) * value[:, None] * key[None, :]
-        elif RULE == "delta":
-            g = tl.sigmoid(tl.load(gate + batch * gate_stride + head).to(tl.float32))
+        elif RULE == "delta" or RULE == "gated_delta":
+            if RULE == "gated_delta":
+                rows = rows * _gate(tl.load(gate + batch * gate_stride + head * M + i, i < M, 0.0))[None, :]
+                g = tl.sigmoid(tl.load(gate2 + batch * gate2_stride + head).to(tl.float32))
+            else:
+                g = tl.sigmoid(tl.load(gate + batch * gate_stride + head).to(tl.float32))
             error = value - tl.sum(rows * key[None, :], 1)
             rows += (g * error)[:, None] * key[None, :]
         else:
@@ -143,7 +151,7 @@ def step_kernel(
             tl.store(state_base + D * M + i, norm, i < M)
         for member in tl.static_range(GROUP):
             query_head = head * GROUP + member
-            query = _load_rotated(q + batch * q_stride + query_head * M, i, M, first, c, s, ROTARY_PAIRS)
+            query = _load_rotated(q + batch * q_stride + query_head * M, i, M, first, c, s, ROTARY_PAIRS, UNIT)
             output = tl.sum(rows * query[None, :], 1)
             if NORMALIZE:
                 divisor = tl.sum(norm * query, 0)
@@ -165,16 +173,18 @@ def window_kernel(
     sin,
     pairs,
     rule_output,
-    window_share,
+    mix_logit,
     y,
     q_stride,
     k_stride,
     v_stride,
     angle_stride,
+    mix_stride,
     STATES: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
+    SINKS: tl.constexpr,
     ROTARY_PAIRS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     MIXED: tl.constexpr,
@@ -187,8 +197,9 @@ def window_kernel(
 ):
     """Add one token to a window's ring buffers and attend to the tokens they hold.
 
-    Grid: (B*S,). One program loads the ring buffers of one key-value head (keys and values [w,d]) and handles all
-    queries of its group, so the buffers are read once. MIXED: y = rule_output + window_share * (window - rule_output).
+    Grid: (B*S,). One program loads the ring buffers of one key-value head (keys and values [n+w,d]) and handles all
+    queries of its group, so the buffers are read once. MIXED: y = rule_output + share * (window - rule_output), with
+    share = sigmoid(mix_logit).
     """
     batch = tl.program_id(0) // STATES
     head = tl.program_id(0) % STATES
@@ -197,7 +208,7 @@ def window_kernel(
     g = tl.arange(0, BLOCK_G)
     ring = tl.program_id(0).to(tl.int64) * (WIDTH * D)
     position = tl.load(positions + batch)
-    slot = (position % WIDTH).to(tl.int32)
+    slot = tl.where(position < SINKS, position, SINKS + (position - SINKS) % (WIDTH - SINKS)).to(tl.int32)
     # Slots fill up in order, so until the ring is full only those up to the position hold a token.
     valid = (w < WIDTH) & (w <= position)
     at = w[:, None] * D + i[None, :]
@@ -233,6 +244,8 @@ def window_kernel(
     at += batch * (STATES * GROUP * D)
     if MIXED:
         from_rule = tl.load(rule_output + at, heads, 0.0).to(tl.float32)
-        share = tl.load(window_share + query_head, g < GROUP, 0.0).to(tl.float32)[:, None]
+        logit = tl.load(mix_logit + batch * mix_stride + query_head, g < GROUP, 0.0).to(tl.float32)
+        # Rounded as the layer rounds it.
+        share = cast_rounded(tl.sigmoid(logit), y.dtype.element_ty).to(tl.float32)[:, None]
         near = from_rule + share * (near - from_rule)
     tl.store(y + at, cast_rounded(near, y.dtype.element_ty), heads)

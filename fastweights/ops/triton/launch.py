@@ -2,7 +2,7 @@
 
 Shapes: q, k [B,T,H,m]   v, y [B,T,H,d]   gates f [B,T,H,m], z [B,T,H,d], g [B,T,H,1]   flags [B,T] int8
         state [B,H,d,m]   tile_states [B*H,tiles,d,m]: states at the tiles' starts, in the precision of the products
-        inverses [B*H,tiles,16,16], through [B*H,segments,d+m,m]: delta's inverted tiles, and [W; P] of its segments
+        inverses [B*H,tiles,16,16], through [B*H,segments,d+m,m]: the delta rules' inverted tiles, [W; P] of segments
 
 Where the heads alone do not fill the GPU, time is cut into segments: a first kernel finds what each segment does to the
 state, a scan over the segments finds the states at their starts, and then all segments run in parallel.
@@ -24,6 +24,7 @@ from fastweights.ops.device import multiprocessors
 from fastweights.ops.triton import tiled, wy
 from fastweights.ops.triton.blocks import SCAN_BLOCK, SEGMENT_TILE, TILE, blocks_for
 from fastweights.ops.triton.compile import compile_in_parallel, record_calls, recording
+from fastweights.rules import DELTA_RULES, RULES
 
 # Operands and precision of the products for each input dtype. float16 inputs are multiplied as float32 (in tf32), since
 # cumulative products reach e^80; float32 inputs use the three-way tf32 split, to stay within 1e-4 of a float64 loop.
@@ -62,13 +63,13 @@ class Plan:
     """Sizes and compile-time constants of the kernels for one ProblemShape."""
 
     def __init__(self, shape: ProblemShape) -> None:
-        self.shape, self.rule = shape, shape.rule
+        self.shape, self.rule, self.solved = shape, shape.rule, shape.rule in DELTA_RULES
         self.compiled: set[bool] = set()  # whether compiled: True with a backward pass, False without
         self.sequences = shape.batch * shape.heads
         self.blocks = blocks_for(shape.rule, shape.m, shape.d, shape.dtype)
         self.tiles = triton.cdiv(shape.length, TILE)
         operand, precision = OPERANDS[shape.dtype]
-        if self.rule == "delta":  # differences of values need float32 operands; small states more bits still (wy.py)
+        if self.solved:  # differences of values need float32 operands; small states more bits still (wy.py)
             operand = tl.float32
             precision = "tf32x3" if shape.dtype == torch.float32 or self.blocks.bm == 16 else "tf32"
         self.constants: dict[str, Any] = {
@@ -80,13 +81,14 @@ class Plan:
             "OPERAND": operand,
             "PRECISION": precision,
         }
-        if self.rule != "delta":
-            width = {"decay": self.blocks.bm, "gated": 1, "add": 0}[self.rule]
-            self.constants |= {"F_WIDTH": width, "HAS_Z": self.rule == "decay", "INPUT_GATE": self.rule == "gated"}
+        bm = self.blocks.bm
+        self.constants["F_WIDTH"] = {"decay": bm, "gated_delta": bm, "gated": 1}.get(self.rule, 0)
+        if not self.solved:
+            self.constants |= {"HAS_Z": self.rule == "decay", "INPUT_GATE": self.rule == "gated"}
         self.slices = triton.cdiv(shape.d, self.blocks.bd)
         self.segments, self.segment_length = self._split(FORWARD_PROGRAMS)
         self.backward_segments, self.backward_segment_length = self._split(BACKWARD_PROGRAMS)
-        if self.rule == "delta":  # a segment's P is computed once and serves both passes
+        if self.solved:  # a segment's P is computed once and serves both passes
             self.backward_segments, self.backward_segment_length = self.segments, self.segment_length
 
     def _split(self, programs: int) -> tuple[int, int]:
@@ -112,11 +114,10 @@ class Plan:
     def saved_shapes(self, save_states: bool) -> list[tuple[int, ...]]:
         """Shapes of tile_states (only with save_states), inverses and through; 0 rows for those that do not exist."""
         _, _, _, _, m, d, *_ = self.shape
-        solved = self.rule == "delta"
         return [
             (self.sequences if save_states else 0, self.tiles, d, m),
-            (self.sequences if solved else 0, self.tiles, TILE, TILE),
-            (self.sequences if solved and self.segments > 1 else 0, self.segments, d + m, m),
+            (self.sequences if self.solved else 0, self.tiles, TILE, TILE),
+            (self.sequences if self.solved and self.segments > 1 else 0, self.segments, d + m, m),
         ]
 
 
@@ -189,13 +190,13 @@ def forward(
         **plan.constants,
         **plan.blocks.forward.options,
     }
-    starts, delta = state, plan.rule == "delta"
-    if delta:
-        _solve(plan, k, gates[0], flags, inverses)
+    starts = state
+    if plan.solved:
+        _solve(plan, k, gates, flags, inverses)
         options["OUTPUT"] = True
         if plan.segments > 1:
             slices = triton.cdiv(shape.d + shape.m, plan.blocks.bd)
-            arguments = (q, k, v, *_pointers(q, *gates, flags), inverses, q, y, q, ends, *sizes)
+            arguments = (q, k, v, *_pointers(q, *_f_and_g(gates), flags), inverses, q, y, q, ends, *sizes)
             unread = options | {"OUTPUT": False, "SAVE_STATES": False, "HAS_START": False}
             run(wy.forward, (plan.sequences * slices, plan.segments), arguments, **unread)
             starts = _scan_delta_segments(plan, False, _zeros_if_none(end, state), ends, ends)
@@ -203,7 +204,9 @@ def forward(
         starts = _segment_boundaries(
             plan, False, plan.segments, plan.segment_length, k, v, gates, flags, _zeros_if_none(end, state)
         )
-    kernel, inputs = (wy.forward, [*gates, flags, inverses]) if delta else (tiled.forward, [*_f_and_z(gates), flags])
+    kernel, inputs = tiled.forward, [*_f_and_z(gates), flags]
+    if plan.solved:
+        kernel, inputs = wy.forward, [*_f_and_g(gates), flags, inverses]
     arguments = (q, k, v, *_pointers(q, *inputs, starts), y, *_pointers(q, tile_states), end, *sizes)
     run(kernel, grid, arguments, **options, HAS_START=starts is not None)
     return y, end, tile_states, inverses, ends
@@ -224,26 +227,28 @@ def backward(
     tile_states, inverses, through = saved
     dv, dstart = v.new_empty(v.shape), dend.new_empty(dend.shape)
     # Where d is cut into slices, each slice writes its own share of these gradients; they are summed below.
-    common = [q, k, *gates[:1]]
+    shared = sum(width != "d" for width in RULES[plan.rule].gates.values())
+    common = [q, k, *gates[:shared]]
     dq, dk, *dgates = [
         x.new_empty(x.shape) if plan.slices == 1 else x.new_empty(plan.slices, *x.shape, dtype=torch.float32)
         for x in common
     ]
-    dgates += [x.new_empty(x.shape) for x in gates[1:]]
+    dgates += [x.new_empty(x.shape) for x in gates[shared:]]
     grid, sizes = (
         (plan.sequences * plan.slices, plan.backward_segments),
         (*plan.sizes(plan.backward_segment_length), q.numel()),
     )
     options: dict[str, Any] = {**plan.constants, **plan.blocks.backward.options, "TILE": TILE}
     dends = dend
-    if plan.rule == "delta":
-        inputs = (q, k, v, *_pointers(q, *gates, flags), inverses, tile_states, dy)
+    if plan.solved:
+        inputs = (q, k, v, *_pointers(q, *_f_and_g(gates), flags), inverses, tile_states, dy)
+        outputs = (dq, dk, dv, *_pointers(q, *_f_and_g(dgates)))
         if plan.segments > 1:
             sums = dend.new_empty(plan.sequences, plan.segments, plan.shape.d, plan.shape.m)
-            shared = (*inputs, dend, dq, dk, dv, *dgates, sums, *sizes)
-            run(wy.backward, (plan.sequences * plan.slices, plan.segments - 1), shared, OUTPUT=False, **options)
+            arguments = (*inputs, dend, *outputs, sums, *sizes)
+            run(wy.backward, (plan.sequences * plan.slices, plan.segments - 1), arguments, OUTPUT=False, **options)
             dends = _scan_delta_segments(plan, True, dend, through, sums)
-        run(wy.backward, grid, (*inputs, dends, dq, dk, dv, *dgates, dstart, *sizes), OUTPUT=True, **options)
+        run(wy.backward, grid, (*inputs, dends, *outputs, dstart, *sizes), OUTPUT=True, **options)
     else:
         if plan.backward_segments > 1:
             dends = _segment_boundaries(
@@ -253,8 +258,8 @@ def backward(
         outputs = (dq, dk, dv, *_pointers(q, *_f_and_z(dgates)), dstart)
         run(tiled.backward, grid, (*inputs, dends, *outputs, *sizes), **options)
     if plan.slices > 1 and not dq.is_meta:  # not while compiling on meta tensors
-        dq, dk, *first = [x.sum(0).to(like.dtype) for x, like in zip([dq, dk, *dgates[:1]], common, strict=True)]
-        dgates[:1] = first
+        summed = [x.sum(0).to(like.dtype) for x, like in zip([dq, dk, *dgates[:shared]], common, strict=True)]
+        dq, dk, dgates[:shared] = summed[0], summed[1], summed[2:]
     return [dq, dk, dv, dstart, *dgates]
 
 
@@ -285,6 +290,11 @@ def _compile_all(
 def _f_and_z(gates: list[Tensor]) -> list[Tensor | None]:
     """The f and z arguments of tiled.py's kernels, None for those that the rule does not have."""
     return [*gates, None, None][:2]
+
+
+def _f_and_g(gates: list[Tensor]) -> list[Tensor | None]:
+    """The f and g arguments of wy.py's kernels; delta has no f."""
+    return [None, *gates][-2:]
 
 
 def _pointers(anything: Tensor, *tensors: Tensor | None) -> list[Tensor]:
@@ -323,15 +333,15 @@ def _segment_boundaries(
     return states
 
 
-def _solve(plan: Plan, k: Tensor, g: Tensor, flags: Tensor | None, inverses: Tensor) -> None:
-    """Fill `inverses` for the delta rule."""
-    constants = {name: plan.constants[name] for name in ("HAS_FLAGS", "BM", "OPERAND", "PRECISION")}
-    arguments = (k, *_pointers(k, g, flags), inverses, *plan.shape[2:5])
+def _solve(plan: Plan, k: Tensor, gates: list[Tensor], flags: Tensor | None, inverses: Tensor) -> None:
+    """Fill `inverses` for the delta rules."""
+    constants = {name: plan.constants[name] for name in ("F_WIDTH", "HAS_FLAGS", "BM", "OPERAND", "PRECISION")}
+    arguments = (k, *_pointers(k, *_f_and_g(gates), flags), inverses, *plan.shape[2:5])
     run(wy.solve, (plan.sequences * plan.tiles,), arguments, TILE=TILE, **constants, num_warps=1)
 
 
 def _scan_delta_segments(plan: Plan, reverse: bool, boundary: Tensor, through: Tensor, sums: Tensor) -> Tensor:
-    """As _segment_boundaries, for the delta rule; with the three-way tf32 split for inputs of any dtype."""
+    """As _segment_boundaries, for the delta rules; with the three-way tf32 split for inputs of any dtype."""
     states = torch.empty(
         plan.sequences, plan.segments, plan.shape.d, plan.shape.m, dtype=torch.float32, device=sums.device
     )

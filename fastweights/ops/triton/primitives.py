@@ -23,7 +23,7 @@ SERIES_BELOW = tl.constexpr(1 / 64)
 PAD = tl.constexpr(1)
 RESET = tl.constexpr(2)
 # Triton's interpreter multiplies bfloat16 values as if their bits were integers, and truncates where a GPU rounds.
-# In the interpreter operands are therefore rounded by hand and multiplied in float32.
+# It multiplies tf32 as float32. In the interpreter operands are therefore rounded by hand and multiplied in float32.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -35,6 +35,19 @@ def round_to_operand(x, OPERAND: tl.constexpr):
     """
     if OPERAND == tl.bfloat16:  # noqa: SIM300
         x = ((x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True)
+    return x
+
+
+@triton.jit
+def round_to_product(x, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """Round x to the precision in which products multiply it: that of the operand, or tf32. Still as float32.
+
+    NaN stays NaN: a GPU's own has all bits set but the sign, and would become a zero.
+    """
+    x = round_to_operand(x, OPERAND)
+    if OPERAND == tl.float32 and PRECISION == "tf32":  # noqa: SIM300
+        rounded = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        x = tl.where(x == x, rounded, x)
     return x
 
 
@@ -159,6 +172,33 @@ def cumulative_products(log, OPERAND: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
+def load_gate(
+    x, i, is_real, gate_is_one, heads, columns, width, WIDTH: tl.constexpr, OPERAND: tl.constexpr, TILE: tl.constexpr
+):
+    """Load a gate of WIDTH elements per token (0: the rule has no such gate, all results are ones).
+
+    Returns its cumulative products and their inverses [TILE,columns], the square root of the whole product [columns],
+    one minus the gate, the gate, and d log gate / d logit. The last is one minus the gate, but 0 below the floor: a
+    clamped logit has no effect.
+    """
+    running, inverse, one_minus_gate, gate, slope = ones(), ones(), ones(), ones(), ones()
+    root = tl.full([1], 1.0, tl.float32)
+    if WIDTH > 0:
+        logit = load_tile(x, i, is_real, heads, columns if WIDTH > 1 else tl.arange(0, 1), width if WIDTH > 1 else 1)
+        log, one_minus_gate, gate = log2_gate(logit, gate_is_one, OPERAND)
+        log = tl.broadcast_to(log, [TILE, columns.shape[0]])
+        running, inverse, root = cumulative_products(log, OPERAND, TILE)
+        slope = tl.where(logit < MIN_LOGIT, 0.0, one_minus_gate)
+    return running, inverse, root, one_minus_gate, gate, slope
+
+
+@triton.jit
+def ones():
+    """A broadcastable 1: what stands for a gate that the rule does not have."""
+    return tl.full([1, 1], 1.0, tl.float32)
+
+
+@triton.jit
 def document_ids(reset):
     """From the resets in a tile: the index of each token's document [TILE], and that of the last one.
 
@@ -179,7 +219,8 @@ def lower_triangle(TILE: tl.constexpr, AT_LEAST: tl.constexpr):
 def matmul(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     """a @ b on the tensor cores, with operands rounded to OPERAND and a float32 accumulator."""
     if INTERPRETED:
-        a, b = round_to_operand(a.to(tl.float32), OPERAND), round_to_operand(b.to(tl.float32), OPERAND)
+        a = round_to_product(a.to(tl.float32), OPERAND, PRECISION)
+        b = round_to_product(b.to(tl.float32), OPERAND, PRECISION)
     else:
         a, b = a.to(OPERAND), b.to(OPERAND)
     return tl.dot(a, b, input_precision=PRECISION)
@@ -196,6 +237,18 @@ def matmul_exact(a, b, OPERAND: tl.constexpr):
         high = (b.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
         return matmul(a, high, OPERAND, "tf32") + matmul(a, b - high, OPERAND, "tf32")
     return matmul(a, b, OPERAND, "tf32x3")
+
+
+@triton.jit
+def gate_gradient(flow, into_end, OPERAND: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr):
+    """sum_{s>=t} flow_s + sum_{s<t} into_end_s, [TILE,W]: the gradient of log gate t, except what passes through.
+
+    `flow` is what reads inside the tile across t contribute, `into_end` what tokens before t wrote into the tile's end
+    state. `flow` cancels, so its sum is taken to nearly float32's precision; `into_end` does not.
+    """
+    i = tl.arange(0, TILE)
+    later, earlier = (i[:, None] <= i[None, :]).to(tl.float32), (i[:, None] > i[None, :]).to(tl.float32)
+    return matmul_exact(later, flow, OPERAND) + matmul(earlier, into_end, OPERAND, PRECISION)
 
 
 @triton.jit

@@ -23,13 +23,13 @@ import triton
 import triton.language as tl
 
 from fastweights.ops.triton.primitives import (
-    MIN_LOGIT,
     SIZES,
     assume_multiple,
     cast_rounded,
-    cumulative_products,
     document_ids,
+    gate_gradient,
     load_flags,
+    load_gate,
     load_tile,
     locate_program,
     log2_gate,
@@ -40,33 +40,6 @@ from fastweights.ops.triton.primitives import (
     store_tile,
     sum_over_tokens,
 )
-
-
-@triton.jit
-def load_gate(
-    x, i, is_real, gate_is_one, heads, columns, width, WIDTH: tl.constexpr, OPERAND: tl.constexpr, TILE: tl.constexpr
-):
-    """Load a gate of WIDTH elements per token (0: the rule has no such gate, all results are ones).
-
-    Returns its cumulative products and their inverses [TILE,columns], the square root of the whole product [columns],
-    one minus the gate, the gate, and d log gate / d logit. The last is one minus the gate, but 0 below the floor: a
-    clamped logit has no effect.
-    """
-    running, inverse, one_minus_gate, gate, slope = ones(), ones(), ones(), ones(), ones()
-    root = tl.full([1], 1.0, tl.float32)
-    if WIDTH > 0:
-        logit = load_tile(x, i, is_real, heads, columns if WIDTH > 1 else tl.arange(0, 1), width if WIDTH > 1 else 1)
-        log, one_minus_gate, gate = log2_gate(logit, gate_is_one, OPERAND)
-        log = tl.broadcast_to(log, [TILE, columns.shape[0]])
-        running, inverse, root = cumulative_products(log, OPERAND, TILE)
-        slope = tl.where(logit < MIN_LOGIT, 0.0, one_minus_gate)
-    return running, inverse, root, one_minus_gate, gate, slope
-
-
-@triton.jit
-def ones():
-    """A broadcastable 1: what stands for a gate that the rule does not have."""
-    return tl.full([1, 1], 1.0, tl.float32)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -132,18 +105,6 @@ def forward(
         S = S * state_decay + matmul(tl.trans(v_in * z_root[None, :]), k_to_end, OPERAND, PRECISION)
     if segment == segments - 1:
         tl.store(end + head.to(tl.int64) * d * m + state_offsets, S, mask=in_state)
-
-
-@triton.jit
-def gate_gradient(flow, into_end, OPERAND: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr):
-    """sum_{s>=t} flow_s + sum_{s<t} into_end_s, [TILE,W]: the gradient of log gate t, except what passes through.
-
-    `flow` is what reads inside the tile across t contribute, `into_end` what tokens before t wrote into the tile's end
-    state. `flow` cancels, so its sum is taken to nearly float32's precision; `into_end` does not.
-    """
-    i = tl.arange(0, TILE)
-    later, earlier = (i[:, None] <= i[None, :]).to(tl.float32), (i[:, None] > i[None, :]).to(tl.float32)
-    return matmul_exact(later, flow, OPERAND) + matmul(earlier, into_end, OPERAND, PRECISION)
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -1,14 +1,21 @@
-"""Training kernels of the delta rule: S_t = S_{t-1} + u_t k_t^T with u_t = g_t (v_t - S_{t-1} k_t),  y_t = S_t q_t.
+"""Training kernels of the delta rules: S_t = S' + u_t k_t^T with S' = S_{t-1} diag(f_t), u_t = g_t (v_t - S' k_t).
 
-In a tile, U solves (I + strictly lower(g K K^T)) U = g (V - K S_0^T): the WY form of ops/wy.py and docs/derivations.md.
+gated_delta has F_WIDTH = BM; delta has no gate f, F_WIDTH = 0. In a tile with the cumulative products F of its gates,
+    (I + strictly lower(g (K F) (K / F)^T)) U = g (V - (K F) S_0^T),
+the WY form of ops/wy.py and docs/derivations.md.
 The matrices do not depend on the state, so `solve` inverts those of all tiles in parallel. A program then goes through
 the tiles of one head (one segment of its tokens, one slice of d) with matrix products alone, the state in registers.
 
 A whole segment is S_end = S_start P + W: W is its result for a zero state, P [m,m] its result for the identity when all
 values are 0.
 
+Names: f_run and f_inv are the cumulative products of the gate and their inverses, relative to f_root, as in tiled.py.
+q_in, k_in and k_read are q F, k / F and k F: products of the first and last with k_in are what tokens read of each
+other. *_start is scaled for what reads the state before the tile, *_end for what is in the state after it.
+
 Precision: the rule takes differences of values and what the state returns for their keys, so all products have float32
-operands (tf32, or three-way split tf32), whatever the dtype of the inputs.
+operands (tf32, or three-way split tf32), whatever the dtype of the inputs. The gradient of f is a sum that cancels; in
+tf32 it uses the same rounded values that the products multiplied.
 """
 
 from __future__ import annotations
@@ -21,11 +28,14 @@ from fastweights.ops.triton.primitives import (
     assume_multiple,
     cast_rounded,
     document_ids,
+    gate_gradient,
     load_flags,
+    load_gate,
     load_tile,
     locate_program,
     lower_triangle,
     matmul,
+    round_to_product,
     store_tile,
 )
 
@@ -36,7 +46,7 @@ def load_keys(k, g, i, is_real, reset, heads, mi, m, HAS_FLAGS: tl.constexpr, TI
 
     Returns keys [TILE,BM], gates [TILE,1] and d gate / d logit, the mask of pairs in one document, the masks of the
     tokens that read the state before the tile and that are in the state after it, and 1 or 0: whether the state before
-    the tile survives it. Gates have no floor here: nothing is divided by them.
+    the tile survives it. The gates g have no floor: nothing is divided by them.
     """
     kt = load_tile(k, i, is_real, heads, mi, m)
     logit = load_tile(g, i, is_real, heads, tl.arange(0, 1), 1)
@@ -54,10 +64,11 @@ def load_keys(k, g, i, is_real, reset, heads, mi, m, HAS_FLAGS: tl.constexpr, TI
 
 @triton.jit(do_not_specialize=SIZES)
 def solve(
-    k, g, flags, inverses, length, heads, m,
-    HAS_FLAGS: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    k, f, g, flags, inverses, length, heads, m,
+    F_WIDTH: tl.constexpr, HAS_FLAGS: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute (I + strictly lower(g K K^T))^-1 - I of every tile.
+    """Compute (I + strictly lower(g (K F) (K / F)^T))^-1 - I of every tile.
 
     Grid: (B*H*tiles,); one program inverts one 16 x 16 matrix. Row by row, by forward substitution: the product of
     powers (I-N)(I+N^2)(I+N^4)(I+N^8) has terms of up to 6,435 for equal keys, which must cancel. The identity is left
@@ -70,14 +81,14 @@ def solve(
     # both as one 64-bit value, so that bits of the lower one move into the upper one.
     i, tile_start = tl.arange(0, TILE), tile.to(tl.int64) * TILE
     base = (sequence_start + tile_start) * heads + head % heads
-    is_real, reset, _ = load_flags(flags + sequence_start + tile_start, i, tile_start + i < length, HAS_FLAGS)
-    kt, gate, _, same, _, _, _ = load_keys(
-        k + base * m, g + base, i, is_real, reset, heads, tl.arange(0, BM), m, HAS_FLAGS, TILE
-    )
-    overlap = matmul(kt, tl.trans(kt), OPERAND, PRECISION)
+    in_range, mi = tile_start + i < length, tl.arange(0, BM)
+    is_real, reset, gate_is_one = load_flags(flags + sequence_start + tile_start, i, in_range, HAS_FLAGS)
+    kt, gate, _, same, _, _, _ = load_keys(k + base * m, g + base, i, is_real, reset, heads, mi, m, HAS_FLAGS, TILE)
+    f_run, f_inv, _, _, _, _ = load_gate(f + base * m, i, is_real, gate_is_one, heads, mi, m, F_WIDTH, OPERAND, TILE)
+    overlap = matmul(kt * f_run, tl.trans(kt * f_inv), OPERAND, PRECISION)
     rows = tl.where(lower_triangle(TILE, 1) & same, -gate * overlap, 0.0)
     columns = tl.trans(rows)
-    # Row n of the inverse is row n of -g K K^T, plus that row times the rows above, which are finished by then.
+    # Row n of the inverse is row n of the negated matrix, plus that row times the finished rows above.
     for n in range(1, TILE):
         weights = tl.sum(tl.where((i == n)[None, :], columns, 0.0), 1)
         rows += tl.where((i == n)[:, None], tl.sum(weights[:, None] * rows, 0)[None, :], 0.0)
@@ -88,11 +99,11 @@ def solve(
 
 @triton.jit(do_not_specialize=SIZES)
 def forward(
-    q, k, v, g, flags, inverses, starts, y, tile_states, ends,
+    q, k, v, f, g, flags, inverses, starts, y, tile_states, ends,
     length, heads, m, d, segment_length,
-    HAS_FLAGS: tl.constexpr, HAS_START: tl.constexpr, SAVE_STATES: tl.constexpr, OUTPUT: tl.constexpr,
-    TILE: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, M_ALIGN: tl.constexpr, D_ALIGN: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    F_WIDTH: tl.constexpr, HAS_FLAGS: tl.constexpr, HAS_START: tl.constexpr, SAVE_STATES: tl.constexpr,
+    OUTPUT: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
+    M_ALIGN: tl.constexpr, D_ALIGN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute y, the state at the end and, with SAVE_STATES, the state at the start of each tile.
 
@@ -117,22 +128,29 @@ def forward(
             tl.store(
                 tile_states + tile * d * m + state_offsets, cast_rounded(S, tile_states.dtype.element_ty), mask=in_state
             )
-        is_real, reset, _ = load_flags(flags + sequence_start + tile_start, i, in_range, HAS_FLAGS)
+        is_real, reset, gate_is_one = load_flags(flags + sequence_start + tile_start, i, in_range, HAS_FLAGS)
         kt, gate, _, same, reads_start, in_end, survives = load_keys(
             k + base * m, g + base, i, is_real, reset, heads, mi, m, HAS_FLAGS, TILE
         )
-        k_start, k_end = tl.where(reads_start, kt, 0.0), tl.where(in_end, kt, 0.0)
+        f_run, f_inv, f_root, _, _, _ = load_gate(
+            f + base * m, i, is_real, gate_is_one, heads, mi, m, F_WIDTH, OPERAND, TILE
+        )
+        k_start = tl.where(reads_start, kt * f_run * f_root[None, :], 0.0)
+        k_in = kt * f_inv
+        k_end = tl.where(in_end, k_in * f_root[None, :], 0.0)
         vt = load_tile(v + base * d, i, is_real, heads, di, d)
         inverse = tl.load(inverses + tile * TILE * TILE + i[:, None] * TILE + i[None, :])
         error = vt - matmul(k_start, tl.trans(S), OPERAND, PRECISION)
         u = gate * error + matmul(inverse, gate * error, OPERAND, PRECISION)
         if OUTPUT:
-            qt = load_tile(q + base * m, i, is_real, heads, mi, m)
-            scores = matmul(qt, tl.trans(kt), OPERAND, PRECISION)
+            q_in = load_tile(q + base * m, i, is_real, heads, mi, m) * f_run
+            # where, not a product with the mask: above the diagonal the scaled products may overflow.
+            scores = matmul(q_in, tl.trans(k_in), OPERAND, PRECISION)
             scores = tl.where(lower_triangle(TILE, 0) & same, scores, 0.0)
-            from_start = matmul(tl.where(reads_start, qt, 0.0), tl.trans(S), OPERAND, PRECISION)
+            q_start = tl.where(reads_start, q_in * f_root[None, :], 0.0)
+            from_start = matmul(q_start, tl.trans(S), OPERAND, PRECISION)
             store_tile(y + base * d, matmul(scores, u, OPERAND, PRECISION) + from_start, i, in_range, heads, di, d)
-        S = S * survives + matmul(tl.trans(u), k_end, OPERAND, PRECISION)
+        S = S * (survives * f_root * f_root)[None, :] + matmul(tl.trans(u), k_end, OPERAND, PRECISION)
     if OUTPUT:
         if segment == segments - 1:
             tl.store(ends + head.to(tl.int64) * d * m + state_offsets, S, mask=in_state)
@@ -142,9 +160,9 @@ def forward(
 
 @triton.jit(do_not_specialize=SIZES)
 def backward(
-    q, k, v, g, flags, inverses, tile_states, dy, dends, dq, dk, dv, dg, dstarts,
+    q, k, v, f, g, flags, inverses, tile_states, dy, dends, dq, dk, dv, df, dg, dstarts,
     length, heads, m, d, segment_length, slice_stride,
-    HAS_FLAGS: tl.constexpr, OUTPUT: tl.constexpr,
+    F_WIDTH: tl.constexpr, HAS_FLAGS: tl.constexpr, OUTPUT: tl.constexpr,
     TILE: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, M_ALIGN: tl.constexpr, D_ALIGN: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -163,7 +181,7 @@ def backward(
     at_segment = (head * segments + segment).to(tl.int64) * d * m
     tiles = tl.cdiv(length, TILE)
     slice_offset = slice.to(tl.int64) * slice_stride
-    dq, dk, dg = dq + slice_offset, dk + slice_offset, dg + slice_offset // m
+    dq, dk, df, dg = dq + slice_offset, dk + slice_offset, df + slice_offset, dg + slice_offset // m
     dS = tl.zeros([BD, BM], tl.float32)
     if OUTPUT:
         dS = tl.load(dends + at_segment + state_offsets, mask=in_state, other=0.0)
@@ -173,40 +191,63 @@ def backward(
         tile_start = segment * segment_length + (tile_count - 1 - n) * TILE
         base, in_range = (sequence_start + tile_start) * heads + head % heads, tile_start + i < length
         tile = head.to(tl.int64) * tiles + tile_start // TILE
-        is_real, reset, _ = load_flags(flags + sequence_start + tile_start, i, in_range, HAS_FLAGS)
+        is_real, reset, gate_is_one = load_flags(flags + sequence_start + tile_start, i, in_range, HAS_FLAGS)
         kt, gate, slope, same, reads_start, in_end, survives = load_keys(
             k + base * m, g + base, i, is_real, reset, heads, mi, m, HAS_FLAGS, TILE
         )
-        k_start, k_end = tl.where(reads_start, kt, 0.0), tl.where(in_end, kt, 0.0)
+        f_run, f_inv, f_root, _, _, f_slope = load_gate(
+            f + base * m, i, is_real, gate_is_one, heads, mi, m, F_WIDTH, OPERAND, TILE
+        )
         qt, dyt = load_tile(q + base * m, i, is_real, heads, mi, m), load_tile(dy + base * d, i, is_real, heads, di, d)
+        # Rounded once, here: the products and the elementwise q dq + k dk - k dk below must see the same values.
+        q_in, k_in = round_to_product(qt * f_run, OPERAND, PRECISION), round_to_product(kt * f_inv, OPERAND, PRECISION)
+        k_read = round_to_product(kt * f_run, OPERAND, PRECISION)
+        q_start = tl.where(reads_start, q_in * f_root[None, :], 0.0)
+        k_start = tl.where(reads_start, k_read * f_root[None, :], 0.0)
+        k_end = tl.where(in_end, k_in * f_root[None, :], 0.0)
         inverse = tl.load(inverses + tile * TILE * TILE + i[:, None] * TILE + i[None, :])
-        scores = matmul(qt, tl.trans(kt), OPERAND, PRECISION)
+        scores = matmul(q_in, tl.trans(k_in), OPERAND, PRECISION)
         scores = tl.where(lower_triangle(TILE, 0) & same, scores, 0.0)
         du = matmul(tl.trans(scores), dyt, OPERAND, PRECISION) + matmul(k_end, tl.trans(dS), OPERAND, PRECISION)
         dtarget = du + matmul(tl.trans(inverse), du, OPERAND, PRECISION)
         dvalue = gate * dtarget
+        state_decay = (survives * f_root * f_root)[None, :]
         if OUTPUT:
             S = tl.load(tile_states + tile * d * m + state_offsets, mask=in_state, other=0.0)
             error = load_tile(v + base * d, i, is_real, heads, di, d) - matmul(k_start, tl.trans(S), OPERAND, PRECISION)
             u = gate * error + matmul(inverse, gate * error, OPERAND, PRECISION)
-            overlap = matmul(kt, tl.trans(kt), OPERAND, PRECISION)
-            dscores = tl.where(lower_triangle(TILE, 0) & same, matmul(dyt, tl.trans(u), OPERAND, PRECISION), 0.0)
+            overlap = matmul(k_read, tl.trans(k_in), OPERAND, PRECISION)
+            overlap = tl.where(lower_triangle(TILE, 1) & same, overlap, 0.0)
+            dscores = matmul(dyt, tl.trans(u), OPERAND, PRECISION)
+            # A token's own term (q_t . k_t) u_t has no gate in it: it is kept out of the sums for the gradient of f.
+            own = tl.sum(tl.where(i[:, None] == i[None, :], dscores, 0.0), 1)[:, None]
+            dscores = tl.where(lower_triangle(TILE, 1) & same, dscores, 0.0)
             doverlap = matmul(dtarget, tl.trans(u), OPERAND, PRECISION)
             doverlap = tl.where(lower_triangle(TILE, 1) & same, -doverlap, 0.0)
-            gated = gate * doverlap
-            both = gated + tl.trans(gated)
-            new_dq = matmul(dscores, kt, OPERAND, PRECISION)
-            new_dq += tl.where(reads_start, matmul(dyt, S, OPERAND, PRECISION), 0.0)
-            new_dk = matmul(tl.trans(dscores), qt, OPERAND, PRECISION) + matmul(both, kt, OPERAND, PRECISION)
-            new_dk -= tl.where(reads_start, matmul(dvalue, S, OPERAND, PRECISION), 0.0)
-            new_dk += tl.where(in_end, matmul(u, dS, OPERAND, PRECISION), 0.0)
+            dscores = round_to_product(dscores, OPERAND, PRECISION)
+            gated = round_to_product(gate * doverlap, OPERAND, PRECISION)
+            dq_start, dk_start = matmul(dyt, S, OPERAND, PRECISION), -matmul(dvalue, S, OPERAND, PRECISION)
+            dq_in, dk_read = matmul(dscores, k_in, OPERAND, PRECISION), matmul(gated, k_in, OPERAND, PRECISION)
+            dq_in += tl.where(reads_start, dq_start * f_root[None, :], 0.0)
+            dk_read += tl.where(reads_start, dk_start * f_root[None, :], 0.0)
+            dk_in = matmul(tl.trans(dscores), q_in, OPERAND, PRECISION)
+            dk_in += matmul(tl.trans(gated), k_read, OPERAND, PRECISION)
+            dk_end = tl.where(in_end, matmul(u, dS, OPERAND, PRECISION) * f_root[None, :], 0.0)
             new_dg = tl.sum(dtarget * error, 1) + tl.sum(doverlap * overlap, 1)
-            store_tile(dq + base * m, new_dq, i, in_range, heads, mi, m)
+            store_tile(dq + base * m, f_run * dq_in + own * kt, i, in_range, heads, mi, m)
+            new_dk = f_run * dk_read + f_inv * (dk_in + dk_end) + own * qt
             store_tile(dk + base * m, new_dk, i, in_range, heads, mi, m)
             store_tile(dv + base * d, dvalue, i, in_range, heads, di, d)
             store_tile(dg + base, new_dg[:, None] * slope, i, in_range, heads, tl.arange(0, 1), 1)
-        q_start = tl.where(reads_start, qt, 0.0)
-        dS = dS * survives + matmul(tl.trans(dyt), q_start, OPERAND, PRECISION)
+            if F_WIDTH > 0:
+                flow = q_in * dq_in + k_read * dk_read - k_in * dk_in
+                # S_start * dS_end * decay: the gradient that passes through the whole tile. Every gate of it gets it.
+                through = state_decay * matmul(tl.full([TILE, BD], 1.0, tl.float32), S * dS, OPERAND, PRECISION)
+                dlog = gate_gradient(flow, k_in * dk_end, OPERAND, PRECISION, TILE) + through
+                if HAS_FLAGS:
+                    dlog = tl.where(gate_is_one[:, None], 0.0, dlog)
+                store_tile(df + base * m, dlog * f_slope, i, in_range, heads, mi, m)
+        dS = dS * state_decay + matmul(tl.trans(dyt), q_start, OPERAND, PRECISION)
         dS -= matmul(tl.trans(dvalue), k_start, OPERAND, PRECISION)
     if OUTPUT:
         if segment == 0:

@@ -16,11 +16,12 @@ from torch import Tensor
 
 import fastweights as fw
 from fastweights import ops
+from fastweights.decode.device_sampler import Sampler, SamplerMode
 from fastweights.decode.model import DecodeModel
-from fastweights.decode.sampler import Sampler, SamplerMode
 from fastweights.ops.linear import DeviceLimits, choose_tile
 from fastweights.ops.step import Rotary, has_kernels, step, step_kernel, step_torch
 from fastweights.rules import RULES
+from fastweights.rules.feature_maps import unit_normalize
 
 WAYS = ["torch", pytest.param("kernel", marks=kernels)]
 # B, S, G, d, m: odd ones, single ones, ones wider than a program's slice
@@ -102,16 +103,18 @@ def test_step_on_views_of_packed_bfloat16_buffer_matches_the_rule(rule: str, way
 
 
 @pytest.mark.parametrize("way", WAYS[1:])
-def test_step_kernel_applies_rope_and_key_scale(way: str) -> None:
+@pytest.mark.parametrize("unit", [False, True])
+def test_step_kernel_applies_rope_unit_length_and_key_scale(way: str, unit: bool) -> None:
     from fastweights.modeling.layer import apply_rotary
 
     x = inputs("decay", (2, 3, 2, 5, 9), False)
     cos, sin, scale = randn(2, 8, seed=9), randn(2, 8, seed=10), randn(3, 9, seed=11)
     pairs = torch.tensor([[0, 5, 6], [1, 2, 3], [7, 0, 1]])
     rotary = Rotary(*(tensor.to(DEVICE) for tensor in (cos, sin, pairs)))
-    y, state = run(way, "decay", x, False, rotary=rotary, key_scale=scale.to(DEVICE))
+    y, state = run(way, "decay", x, False, rotary=rotary, key_scale=scale.to(DEVICE), unit=unit)
     for name in ("q", "k"):
         x[name] = apply_rotary(x[name][:, None], cos[:, None], sin[:, None], pairs)[:, 0]
+        x[name] = unit_normalize(x[name]) if unit else x[name]
     x["k"] = x["k"] * scale
     expected, expected_state = truth("decay", x, False)
     assert_close("y", y, expected, 2e-6)
@@ -255,6 +258,9 @@ DECODE_MODELS = [
     ("llama", 1, dict(rule="decay", m=1, gate_init="log", window=3, state_heads="kv")),
     ("gpt2", 1, dict(rule="delta", m=6)),
     ("gpt2", 2, dict(rule="delta", m=6)),
+    ("llama", 2, dict(rule="gated_delta", m=6, window=3)),
+    ("qwen3", 1, dict(rule="gated_delta", m=4, state_heads="kv")),
+    ("gpt2", 1, dict(rule="delta", m=5, feature_map="none", normalize="unit")),
     ("qwen3", 1, dict(rule="gated", m=4, normalize="attention", output_norm=True)),
     ("gemma2", 1, dict(rule="decay", m=6)),
     ("gpt_neox", 1, dict(rule="decay", m=4)),

@@ -62,7 +62,7 @@ def test_compiled_kernels_are_those_launched(
 
     monkeypatch.setattr(launch, "run", run)
     monkeypatch.setattr(launch, "multiprocessors", lambda _: processors)
-    normalized = (False, True) if rule != "decay" else (False,)
+    normalized = (False, True)[: 1 + RULES[rule].has_normalizer]
     choices = itertools.product(("none", "mask+reset"), DTYPES, (False, True), (False, True), (False, True), normalized)
     for kind, dtype, has_state, of_state, train, normalize in choices:
         launch.plan_for.cache_clear()

@@ -14,7 +14,7 @@ from helpers.relative_error import CASES, assert_all_close, case_name, op_flags,
 
 from fastweights import ops
 from fastweights.ops import device
-from fastweights.rules import RULES
+from fastweights.rules import DELTA_RULES, RULES
 
 pytest.importorskip("triton")
 from fastweights.ops.triton import _plan, launch, rule_op, tiled, wy
@@ -115,16 +115,19 @@ def test_normalized_kernels_match_loop_in_half_precision(rule: str, dtype: torch
     assert_all_close({"y": y}, {"y": expected}, LIMITS[dtype])
 
 
-@pytest.mark.parametrize("gate", ["f_logit", "z_logit"])
-def test_nan_gate_gives_nan_output(gate: str) -> None:
-    inputs = {name: x.to(DEVICE) for name, x in op_inputs("decay", T=20, H=1).items()}
+@pytest.mark.parametrize(
+    ("rule", "gate"),
+    [("decay", "f_logit"), ("decay", "z_logit"), ("gated_delta", "f_logit"), ("gated_delta", "g_logit")],
+)
+def test_nan_gate_gives_nan_output(rule: str, gate: str) -> None:
+    inputs = {name: x.to(DEVICE) for name, x in op_inputs(rule, T=20, H=1).items()}
     inputs[gate][:, 3] = math.nan
-    y, _ = run_op("decay", inputs, backend="triton")
+    y, _ = run_op(rule, inputs, backend="triton")
     assert y[:, 4:].isnan().any()
 
 
 @pytest.mark.parametrize(("low", "high"), [(-30.0, -9.0), (-10.0, -10.0), (9.0, 20.0), (-12.0, 12.0)])
-@pytest.mark.parametrize("rule", ["gated", "decay"])
+@pytest.mark.parametrize("rule", ["gated", "decay", "gated_delta"])
 def test_kernels_match_loop_with_extreme_gates(rule: str, low: float, high: float) -> None:
     check(rule, {}, T=50, H=1, m=4, d=5, low=low, high=high)
 
@@ -183,7 +186,7 @@ def test_kernels_compile_without_a_gpu() -> None:
     printed = run_compiling("compile_kernels", *RULES)
     for section in printed.split("rule ")[1:]:
         rule, *lines = section.splitlines()
-        solved = {"solve"} if rule == "delta" else {"segment_sums"}
+        solved = {"solve"} if rule in DELTA_RULES else {"segment_sums"}
         assert {line.split()[0] for line in lines} == {"forward", "backward", "scan_segments"} | solved
     assert printed.count("rule ") == len(RULES)
 

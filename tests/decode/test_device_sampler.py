@@ -15,7 +15,7 @@ from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarp
 
 import fastweights as fw
 from fastweights.config import ConfigError
-from fastweights.decode.sampler import Sampler, SamplerMode, filter_scores
+from fastweights.decode.device_sampler import Sampler, SamplerMode, filter_scores
 
 
 def test_sampled_tokens_depend_only_on_the_seed_and_the_prompt() -> None:

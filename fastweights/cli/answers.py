@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from fastweights.decode.prompt_file import FilePrompt, in_order, read_prompts
-from fastweights.utils.files import flush
+from fastweights.utils.files import atomic_lines, partial_file
 from fastweights.utils.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -57,18 +57,11 @@ def _writer(output: Path | None) -> Iterator[Callable[[str], None]]:
     if output is None:
         yield typer.echo
         return
-    partial = output.with_name(f"{output.name}.partial")
-    try:
-        with partial.open("w", encoding="utf-8", buffering=1) as file:
-            yield lambda line: print(line, file=file)
-        flush(partial)
-        partial.replace(output)
-        flush(output.parent)
-    except BaseException as error:
-        if partial.is_file() and partial.stat().st_size:
-            typer.echo(f"the answers so far are in {partial}", err=True)
-        else:
-            partial.unlink(missing_ok=True)
-        if isinstance(error, OSError):  # such as a full disk, whose error names no file
-            raise OSError(error.errno, error.strerror, str(partial)) from error
-        raise
+    with atomic_lines(output) as write:
+        try:
+            yield write
+        except BaseException:
+            partial = partial_file(output)
+            if partial.is_file() and partial.stat().st_size:
+                typer.echo(f"the answers so far are in {partial}", err=True)
+            raise

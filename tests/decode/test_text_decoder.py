@@ -10,7 +10,7 @@ from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from fastweights.decode.text import TextDecoder
+from fastweights.decode.text_decoder import TextDecoder
 
 TEXT = "né 4 € 👩‍🚀 ok"
 
