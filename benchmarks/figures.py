@@ -17,7 +17,7 @@ from speed_tables import speed_tables
 
 from fastweights.config import FastWeightsConfig
 from fastweights.report import fill_page, is_filled
-from fastweights.report.page import Plot, Table
+from fastweights.report.page import Code, Plot, Table
 from fastweights.report.plots import draw
 from fastweights.report.training import Curve, curves_panel
 
@@ -28,7 +28,7 @@ def stale_pages(write: bool) -> list[str]:
     """The pages in which something was not up to date."""
     pages = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if is_filled(page)]
     parts = {**speed_tables(), **paper_tables(), "settings": _settings(), "recipes compared": _recipes_compared()}
-    parts["damaged files"] = _damaged_files()
+    parts |= {"damaged files": _damaged_files(), **_quickstart()}
     return [str(page.relative_to(ROOT)) for page in pages if fill_page(page, parts=parts, write=write)]
 
 
@@ -39,6 +39,15 @@ def _settings() -> Table:
         for f in dataclasses.fields(FastWeightsConfig)
     ]
     return Table(["setting", "default", "choices", "meaning"], rows, names=4, name="settings")
+
+
+def _quickstart() -> dict[str, Code]:
+    """What the quickstart printed, and the table of its models alone."""
+    output = json.loads((ROOT / "results/quickstart.json").read_text())["output"]
+    lines = [line.rstrip() for line in output.splitlines()]
+    last = max(i for i, line in enumerate(lines) if line.startswith(" model "))
+    table = lines[last : lines.index("", last)]
+    return {"quickstart": Code("", "\n".join(lines)), "quickstart table": Code("", "\n".join(table))}
 
 
 def _damaged_files() -> Table:

@@ -67,6 +67,7 @@ def run(folder: Path, console: Console, recipe: Recipe | None = None) -> dict[st
     """
     check_matplotlib()
     _claim(folder)
+    console.record = not console.is_terminal  # for the result; on a terminal, every frame of the bars would be in it
     started = time.perf_counter()
     recipe = recipe or load_recipe("quickstart")
     tokenizer = load_tokenizer(PACKAGED)
@@ -97,7 +98,8 @@ def run(folder: Path, console: Console, recipe: Recipe | None = None) -> dict[st
     _print_step(console, 5, "time and memory of one more token, by the number of tokens before it:")
     cost = decode_cost({BASE: base, "decay": trained}, LENGTHS, stretch_positions=True)
     console.print(_costs(cost), "")
-    result = _write(folder, quality, cost, training, time.perf_counter() - started)
+    output = console.export_text(clear=False) if console.record else None
+    result = _write(folder, quality, cost, training, time.perf_counter() - started, output)
     _print_step(console, 6, f"the report: {folder / 'report' / 'report.html'}")
     console.print(f"   the model: {folder / 'training' / 'best'} ({result['seconds']:.0f} s in all)", highlight=False)
     return result
@@ -181,7 +183,12 @@ def _costs(cost: CostResult) -> Table:
 
 
 def _write(
-    folder: Path, quality: EvaluationResult, cost: CostResult, training: dict[str, Any], seconds: float
+    folder: Path,
+    quality: EvaluationResult,
+    cost: CostResult,
+    training: dict[str, Any],
+    seconds: float,
+    output: str | None,
 ) -> dict[str, Any]:
     quality.write(folder / "evaluation.json")
     cost.write(folder / "cost.json")
@@ -199,5 +206,7 @@ def _write(
         "seconds": seconds,
         "cost": [{"name": model.name, "points": [point.to_dict() for point in model.points]} for model in cost.models],
     }
+    if output is not None:
+        result["output"] = output
     write_result(folder / "result.json", result)
     return result

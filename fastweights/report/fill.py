@@ -22,7 +22,7 @@ from pathlib import Path
 
 from fastweights.report.build import sections_of, write_page
 from fastweights.report.figure import draw_cost
-from fastweights.report.page import Plot, Table, block_markdown
+from fastweights.report.page import Code, Plot, Table, block_markdown
 from fastweights.report.results import ReportError, ResultFile, read_results
 from fastweights.report.values import find_result, value_text
 from fastweights.results import CostResult, ResultError
@@ -35,7 +35,7 @@ VALUE_START = re.compile(r"<!--\s*value:")
 LINE_START = re.compile(r"[ \t]*(?:(?:[-*+>]|\d+\.)[ \t]+)*")
 CODE = re.compile(r"^(```|~~~).*?^\1|`[^`\n]+`", re.DOTALL | re.MULTILINE)
 
-Parts = Mapping[str, Table | Plot]
+Parts = Mapping[str, Table | Plot | Code]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def fill_page(
     Args:
         page: a Markdown file.
         results: result files for the `report` blocks, in place of those that the page names.
-        parts: tables and plots by name that `report` blocks may show besides those of the results.
+        parts: tables, plots and code by name that `report` blocks may show besides those of the results.
         write: False only compares. A plot is then only looked for, since versions of matplotlib draw other bytes.
 
     Returns:
