@@ -28,7 +28,7 @@ def stale_pages(write: bool) -> list[str]:
     """The pages in which something was not up to date."""
     pages = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if is_filled(page)]
     parts = {**speed_tables(), **paper_tables(), "settings": _settings(), "recipes compared": _recipes_compared()}
-    parts |= {"damaged files": _damaged_files(), **_quickstart()}
+    parts |= {"damaged files": _damaged_files(), **_quickstart(), **_ranking()}
     return [str(page.relative_to(ROOT)) for page in pages if fill_page(page, parts=parts, write=write)]
 
 
@@ -48,6 +48,17 @@ def _quickstart() -> dict[str, Code]:
     last = max(i for i, line in enumerate(lines) if line.startswith(" model "))
     table = lines[last : lines.index("", last)]
     return {"quickstart": Code("", "\n".join(lines)), "quickstart table": Code("", "\n".join(table))}
+
+
+def _ranking() -> dict[str, Table]:
+    """The layers of the packaged model, ranked, and those that are chosen one after the other."""
+    result = json.loads((ROOT / "results/rank_packaged.json").read_text())
+    layers = [[str(row["layer"]), f"{row['kl']:.4f}", f"{row['gain']:+.4f}"] for row in result["layers"]]
+    chosen = [[str(layer), f"{kl:.4f}"] for layer, kl in zip(result["chosen"], result["kl_after"], strict=True)]
+    return {
+        "ranking": Table(["layer", "KL with it restored", "gain"], layers, names=0, name="ranking"),
+        "chosen layers": Table(["keep", "KL with those so far"], chosen, names=0, name="chosen layers"),
+    }
 
 
 def _damaged_files() -> Table:
