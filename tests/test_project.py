@@ -12,6 +12,7 @@ import tomllib
 from pathlib import Path
 
 import yaml
+from mutations.table import MUTATIONS
 
 ROOT = Path(__file__).parents[1]
 HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}\b")
@@ -76,3 +77,12 @@ def test_build_backend_is_the_pinned_one() -> None:
 def _pins(text: str) -> dict[str, str]:
     found = re.findall(r"^([\w.-]+)==([^\s;]+)", text, re.MULTILINE)
     return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in found}
+
+
+def test_every_mutation_matches_the_package_once() -> None:
+    """`make mutations` takes long, so an edit that no longer fits the code must be noticed here."""
+    files = {path.relative_to(ROOT / "fastweights").as_posix(): path for path in (ROOT / "fastweights").rglob("*.py")}
+    for mutation in MUTATIONS:
+        texts = [path.read_text() for name, path in files.items() if mutation.file in name]
+        assert sum(len(re.findall(mutation.find, text)) for text in texts) == 1, mutation.name
+        assert all((ROOT / "tests" / test).is_file() for test in mutation.tests), mutation.name

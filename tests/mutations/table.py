@@ -288,14 +288,14 @@ MUTATIONS = [
         "decode/",
         r"scores\.softmax\(-1\)\.cumsum\(-1\) <=",
         "scores.softmax(-1).cumsum(-1) - scores.softmax(-1) <=",
-        ("decode/test_sampler.py",),
+        ("decode/test_device_sampler.py",),
     ),
     Mutation(
         "the repetition penalty rewards",
         "decode/",
         r"scores / penalty",
         "scores * penalty",
-        ("decode/test_sampler.py",),
+        ("decode/test_device_sampler.py",),
     ),
     # loading, settings, reports, errors
     Mutation(
