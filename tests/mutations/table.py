@@ -229,8 +229,8 @@ MUTATIONS = [
     Mutation(
         "the worst validation is called the best",
         "training/",
-        r'loss <= progress\.best\["loss"\]',
-        'loss >= progress.best["loss"]',
+        r"loss <= progress\.best\.loss",
+        "loss >= progress.best.loss",
         (TRAINER,),
     ),
     Mutation(
