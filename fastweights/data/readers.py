@@ -197,6 +197,8 @@ def _field(row: Any, field: str, where: str) -> Document:
     text = "" if row[field] is None else row[field]
     if isinstance(text, list):
         return Chat([_message(*numbered, f"{where}: {field}") for numbered in enumerate(text, 1)], where)
+    if field == MESSAGES and text:
+        raise DataError(f"{where}: {MESSAGES} must be a list of messages, found a {type(text).__name__}")
     if not isinstance(text, str):
         kind = type(text).__name__
         found = f"the field {field!r} is a {kind}, not text"

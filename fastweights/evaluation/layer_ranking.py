@@ -162,6 +162,16 @@ def _on_device(batch: Batch, device: torch.device) -> Batch:
     return {name: x.to(device) for name, x in batch.items()}
 
 
+def _check_fit(projections: Sequence[Any], tokens: int) -> None:
+    """Refuse a text so short that the fit would reproduce it exactly: every layer would then seem perfect."""
+    inputs = max(projection.in_features for projection in projections)
+    if tokens <= inputs:
+        reason = (
+            f" needs more tokens than an output projection has inputs, {inputs:,}, found {tokens:,}: give more text, "
+        )
+        raise RankingError(Argument("fit"), reason, "or raise ", Argument("tokens"))
+
+
 @contextmanager
 def _fitted(student: Any, teacher: Any, batches: Sequence[Batch]) -> Iterator[None]:
     """Temporarily fit the output projections to the attention of the teacher, on the first of the batches."""
@@ -169,6 +179,7 @@ def _fitted(student: Any, teacher: Any, batches: Sequence[Batch]) -> Iterator[No
     before = [{name: x.clone() for name, x in projection.state_dict().items()} for projection in projections]
     try:
         if batches:
+            _check_fit(projections, sum(batch["input_ids"].numel() for batch in batches))
             needed = math.ceil(FIT_TOKENS / batches[0]["input_ids"].numel())
             with autocast(student.device):
                 fit_outputs(student, teacher, (_on_device(b, student.device) for b in batches[:needed]), "full")

@@ -161,7 +161,7 @@ def _card_sections(
     settings = Table(["setting", "value"], list(summarize(described).items()), names=2)
     return [
         Section("What it is", _what_it_is(described, hub_id or base)),
-        Section("What was lost and won", _lost_and_won(results, described)),
+        Section("What was lost and won", _lost_and_won(results, described, display_name(folder))),
         Section("How to use it", [Text(INSTALL), Code("sh", INSTALL_COMMAND), _usage(folder, hub_id)]),
         Section("Settings", [settings]),
         *_measured(results),
@@ -181,9 +181,14 @@ def _what_it_is(described: Description, base: str) -> list[Block]:
     return [Text(words)]
 
 
-def _lost_and_won(results: Sequence[LoadedResult], described: Description) -> list[Block]:
-    """Quality against the base, as far as the results say, then size and memory, which follow from the shape."""
+def _lost_and_won(results: Sequence[LoadedResult], described: Description, name: str) -> list[Block]:
+    """Quality against the base, as far as the results say, then size and memory, which follow from the shape.
+
+    Other converted models that were evaluated in the same files are left out, where one has the name of this model.
+    """
     models = models_in(results)
+    if any(entry.model.name == name for entry in models):
+        models = [entry for entry in models if entry.model.name == name or not entry.converted]
     lost = [*losses(models), *outcomes(runs_in(results))] or [UNKNOWN_QUALITY]
     share = percent_text(described.added_parameters / described.base_parameters, 0)
     lost.append(f"It has {count_text(described.parameters)} parameters, {share} more than its base.")

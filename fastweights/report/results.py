@@ -180,7 +180,7 @@ def _labelled(found: Sequence[Named[Item]]) -> list[Named[Item]]:
 
 
 def base_entry(model: ModelEntry, models: Sequence[ModelEntry]) -> ModelEntry | None:
-    """What a converted model is compared with: the unconverted model of its own file, else of any, else the first."""
+    """What a converted model is compared with: the unconverted model of its own file, else of any; None without one."""
     unconverted = [other for other in models if not other.converted]
-    nearest = [other for other in unconverted if other.files & model.files] or unconverted or list(models)
-    return None if nearest[0] is model or not model.converted else nearest[0]
+    nearest = [other for other in unconverted if other.files & model.files] or unconverted
+    return nearest[0] if nearest and model.converted else None

@@ -829,10 +829,16 @@ class Trainer:
             return None
         start, end = (f"{point.perplexity:,.2f}" for point in (points[0], points[-1]))
         model = f"that of step {best.step:,}" if best.step else "the one before the first step"
-        rates = ", ".join(f"{stage.loss}.learning_rate={stage.learning_rate:g}" for stage in self.recipe.stages)
+        rates = ", ".join(
+            f"{stage.loss}.{name}={getattr(stage, name):g}"
+            for stage in self.recipe.stages
+            for name in ("learning_rate", "body_learning_rate")
+            if getattr(stage, name)
+        )
         return (
             f"This run ended worse than it began: its validation perplexity was {start} before the first step and is "
-            f"{end} at the end. The best model is {model}. Try lower learning rates ({rates}) or more tokens."
+            f"{end} at the end. The best model is {model}. Try lower learning rates than now "
+            f"({rates}), or more tokens."
         )
 
 

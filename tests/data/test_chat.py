@@ -156,7 +156,8 @@ BAD = {
     "not messages": ({"messages": ["Hi"]}, ", line 2: messages, message 1: every message must be an object .* a str"),
     "no role": ({"messages": [{"content": "a"}]}, ", line 2: messages, message 1: .* role is missing"),
     "parts": ({"messages": [{"role": "user", "content": ["a"]}]}, ", line 2: .* content is a list"),
-    "no messages": ({"messages": 3}, ", line 2: the field 'messages' is a int, not text"),
+    "no messages": ({"messages": 3}, ", line 2: messages must be a list of messages, found a int"),
+    "a string": ({"messages": "Hello"}, ", line 2: messages must be a list of messages, found a str"),
     "text": ({"text": "Hello"}, " has both text and conversations"),
 }
 

@@ -193,6 +193,13 @@ def test_fit_is_done_before_ranking_and_undone_after() -> None:
     assert fitted.kl < 0.9 * plain.kl
 
 
+def test_text_that_a_fit_would_reproduce_exactly_is_refused() -> None:
+    student, teacher = converted(pretrained("gpt2")), pretrained("gpt2")
+    few = [batch_of(tokens(1, student.config.n_embd))]
+    with pytest.raises(RankingError, match="needs more tokens"):
+        rank_layers(student, teacher, few, fit=True, **QUIET)
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2", "opt"])
 def test_all_layers_restored_give_the_base_model_in_bfloat16(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU."""

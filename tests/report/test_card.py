@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from helpers.cli import save_model, succeed
-from helpers.sample_results import ALL, TRAINING, section, table, write
+from helpers.sample_results import ALL, EVALUATION, TRAINING, evaluated, section, table, write
 from helpers.training import command, training_files
 
 from fastweights.modeling.description import describe_source
@@ -70,6 +70,15 @@ def test_model_card_has_settings_results_and_limits(tmp_path: Path) -> None:
     assert table(section(card, "Limits"), "chance")[1]["gpt2-decay"] == "38.9 %"
     assert "EMNLP 2022" in section(card, "Citation") and "@inproceedings" in card
     assert str(tmp_path) not in card and "plots/" not in card
+
+
+def test_card_compares_only_its_own_model_with_the_base(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "gpt2-decay", m=8)
+    models = [evaluated("gpt2", False, 1), evaluated("gpt2-decay", True, 1.25), evaluated("untrained", True, 9)]
+    balance = section(
+        model_card(write(tmp_path, {"eval": EVALUATION | {"models": models}}), folder), "What was lost and won"
+    )
+    assert "gpt2-decay has a perplexity" in balance and "untrained" not in balance
 
 
 def test_code_of_the_card_of_a_trained_model_runs_where_its_folder_is(tmp_path: Path) -> None:

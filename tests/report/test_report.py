@@ -473,3 +473,9 @@ def test_curve_that_starts_in_the_millions_is_cut_off(tmp_path: Path) -> None:
         report(tmp_path, {"train": result})
         labels = svg_texts(tmp_path / "report" / "plots" / "validation.svg")
         assert ("perplexity (cut off at 87)" in labels) == cut  # five times the best, 17.33
+
+
+def test_models_are_not_compared_with_a_converted_one(tmp_path: Path) -> None:
+    models = [evaluated("one", True, 1.0), evaluated("other", True, 2.0)]
+    markdown, _ = report(tmp_path, {"eval": EVALUATION | {"models": models}})
+    assert "that of one" not in markdown and "that of other" not in markdown
