@@ -112,6 +112,8 @@ def test_every_option_is_passed_to_the_settings(tmp_path: Path) -> None:
         gate_init="log",
         projection_init="random",
         window=5,
+        sinks=2,
+        mix="token",
         output_norm=True,
         rotary="drop",
         state_heads="kv",
