@@ -18,7 +18,10 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TESTS), os.environ.
 
 # Half of the computing time. Before Python 3.12 they take half as long again with coverage, and other tests run the
 # same lines.
-WITHOUT_COVERAGE = ("ops/", "modeling/test_parity.py", "modeling/test_window.py")
+WITHOUT_COVERAGE = (
+    *("ops/", "trust/", "modeling/test_parity.py", "modeling/test_window.py"),
+    *("modeling/test_continuing.py", "modeling/test_backbone.py"),
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
