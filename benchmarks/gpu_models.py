@@ -27,7 +27,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 import fastweights as fw
 from fastweights import ops
-from fastweights.decode.engine import Engine, prefill
+from fastweights.decode.engine import Engine
+from fastweights.decode.prefill import prefill
 
 M = 32
 WARM_UP_STEPS, TIMED_STEPS = 3, 10

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from fastweights.conversion import convert
-from fastweights.decode.engine import PREFILL_CHUNK, prefill
+from fastweights.decode.prefill import PREFILL_CHUNK, prefill
 from fastweights.loading import load
 from fastweights.quickstart import PACKAGED, SETTINGS
 from fastweights.utils.provenance import write_result

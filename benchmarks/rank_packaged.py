@@ -17,7 +17,7 @@ import fastweights
 from fastweights.utils.provenance import write_result
 
 PACKAGED = Path(fastweights.__file__).parent / "packaged"
-SETTINGS = ("--gate-init", "log", "--window", "32", "--train-length", "512")
+SETTINGS = ("--preset", "paper", "--gate-init", "log", "--window", "32", "--train-length", "512")
 ASKED = {"fitted": ("--fit", "--keep", "3"), "unfitted": ()}
 
 

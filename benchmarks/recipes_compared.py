@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
+from fastweights.config import FastWeightsConfig
 from fastweights.conversion import convert
 from fastweights.loading import load, load_tokenizer, save
-from fastweights.quickstart import PACKAGED, RECOVERY_TEXT, SETTINGS, VALIDATION_TEXT
+from fastweights.quickstart import PACKAGED, RECOVERY_TEXT, VALIDATION_TEXT, WINDOW
 from fastweights.report import compare_curves
 from fastweights.results import TrainingResult
 from fastweights.training.recipe import Recipe, Stage, load_recipe
@@ -26,6 +27,7 @@ from fastweights.training.trainer import TrainConfig, train
 from fastweights.utils.progress import Display
 from fastweights.utils.provenance import write_result
 
+SETTINGS = FastWeightsConfig(rule="decay", m=32, gate_init="log", window=32, train_length=WINDOW, positions="clamp")
 TRANSFER_SHARE = 0.2
 
 

@@ -21,10 +21,12 @@ RULES = ("decay", "gated", "delta", "gated_delta", "add", LOCAL)
 FEATURE_MAPS = ("none", "relu", "elu", "dpfp", "favor+", "rfa")
 POSITIVE_MAPS = ("relu", "elu", "dpfp", "favor+")
 NORMALIZERS = ("none", "attention", "sum", "attention+sum", "unit")
-GATE_INITS = ("uniform", "log")
+GATE_INITS = ("uniform", "log", "teacher")
 MIXES = ("constant", "token")
+PROJECTIONS = ("own", "shared")
 FORGETTING_RULES = ("decay", "gated", "gated_delta")
 UNIT_RULES = ("delta", "gated_delta")
+RULES_WITHOUT_GATES = ("add", LOCAL)
 
 # The best configuration of each rule in the paper's Table 1. gated_delta is not in the paper.
 _BEST_MAP = {"delta": "relu"}
@@ -59,8 +61,10 @@ class FastWeightsConfig:
     )
     gate_init: str | None = setting(
         None,
-        "Initialization of the forget gates: uniform (as in the paper), or log (memory lengths spread "
-        "logarithmically from one token to train_length); by default log for gated_delta, and uniform for other rules.",
+        "Initialization of the forget gates: uniform (as in the paper), log (memory lengths spread "
+        "logarithmically from one token to train_length), or teacher (as log, until the fit of a training spreads them "
+        "around how far back each head of the teacher attends); by default log for gated_delta, and uniform for other "
+        "rules.",
         GATE_INITS,
     )
     projection_init: str = setting(
@@ -86,6 +90,19 @@ class FastWeightsConfig:
         "The window's share in its mix with the state: constant (a number for each head), or token (for each head and "
         "token, computed from the layer's input).",
         MIXES,
+    )
+    projections: str = setting(
+        "own",
+        "Queries, keys and values of the state: from projections of its own, or shared with the window. Sharing needs "
+        "a window, no feature map, and m equal to the model's head dimension.",
+        PROJECTIONS,
+    )
+    gate_rank: int | None = setting(
+        None,
+        "Rank of the linear maps from a layer's input to its gates and to the share of mix=token, which have one "
+        "projection to this many numbers in common; at most the model's width. By default full rank.",
+        ge=1,
+        le=LARGEST_M,
     )
     output_norm: bool = setting(False, "Apply an RMS norm to the output of each head.")
     rotary: str = setting(
@@ -114,6 +131,8 @@ class FastWeightsConfig:
         self._check_layers()
         self._check_window()
         self._check_combination()
+        self._check_sharing()
+        self._check_gate_rank()
 
     def _resolve_defaults(self) -> None:
         defaults = {
@@ -139,6 +158,38 @@ class FastWeightsConfig:
             found = (Argument("rule"), f"={self.rule!r}, ", Argument("window"), f"={self.window}")
             reason = "'token' is the window's share in its mix with a state: it needs both, found "
             raise ConfigError(Argument("mix"), f"={reason}", *found)
+
+    def _check_sharing(self) -> None:
+        """Shared projections remain those of the pretrained attention, as the window needs them."""
+        if not self.shares_projections:
+            return
+        if self.rule == LOCAL or not self.window:
+            found = (Argument("rule"), f"={self.rule!r}, ", Argument("window"), f"={self.window}")
+            raise ConfigError(Argument("projections"), "='shared' needs a window and a state, found ", *found)
+        for name, needed, refused, reason in (
+            ("feature_map", "none", self.feature_map != "none", "the window has no feature map"),
+            ("rotary", "keep", self.rotary != "keep", "the window keeps rotary embeddings"),
+            (
+                "projection_init",
+                "attention",
+                self.projection_init != "attention",
+                "the window starts as the pretrained attention",
+            ),
+            (
+                "gate_init",
+                "log",
+                self.rule == "decay" and self.gate_init != "log",
+                "uniform gates of the decay rule need values that start smaller than the window's",
+            ),
+        ):
+            if refused:
+                needs = ("='shared' needs ", Argument(name), f"={needed!r}, found {getattr(self, name)!r}: {reason}")
+                raise ConfigError(Argument("projections"), *needs)
+
+    def _check_gate_rank(self) -> None:
+        if self.gate_rank is not None and self.rule in RULES_WITHOUT_GATES and self.mix == "constant":
+            found = (Argument("rule"), f"={self.rule!r}, ", Argument("mix"), f"={self.mix!r}")
+            raise ConfigError(Argument("gate_rank"), " is for gates, and this model has none; found ", *found)
 
     def _check_layers(self) -> None:
         if self.layers is None:
@@ -189,8 +240,9 @@ class FastWeightsConfig:
                 "rfa makes a sine and a cosine for each random direction: m must be even",
             ),
             (
-                self.gate_init == "log" and self.rule not in FORGETTING_RULES,
-                f"gate_init='log' spreads forget gates: use one of the rules {', '.join(FORGETTING_RULES)}",
+                self.spreads_gates and self.rule not in FORGETTING_RULES,
+                f"gate_init={self.gate_init!r} spreads forget gates: use one of the rules "
+                f"{', '.join(FORGETTING_RULES)}",
             ),
         ):
             if undefined:
@@ -212,6 +264,16 @@ class FastWeightsConfig:
     def normalizes_unit(self) -> bool:
         """Whether the features of a query or key are scaled to unit length."""
         return self.normalize == "unit"
+
+    @property
+    def shares_projections(self) -> bool:
+        """Whether the state uses the window's queries, keys and values."""
+        return self.projections == "shared"
+
+    @property
+    def spreads_gates(self) -> bool:
+        """Whether the forget gates start with memory lengths that are spread logarithmically."""
+        return self.gate_init != "uniform"
 
     def converts(self, layer_index: int) -> bool:
         """Whether the layer with this index is converted."""

@@ -11,6 +11,7 @@ from fastweights.config import ConfigError, FastWeightsConfig
 from fastweights.modeling.classes import CLASSES, FastWeightsMixin, keep_softcap, new_layer, use_converted_classes
 from fastweights.modeling.families import Family, family_of
 from fastweights.modeling.layer import FastWeightsAttention
+from fastweights.presets import RECOMMENDED, preset_config
 from fastweights.utils.errors import Argument
 
 
@@ -19,7 +20,7 @@ def convert(model: Any, config: FastWeightsConfig | None = None) -> Any:
 
     Args:
         model: a causal language model of transformers, in a float dtype and in memory.
-        config: the settings; by default those of FastWeightsConfig().
+        config: the settings; by default the preset "recommended", the best ones with constant memory that we know.
 
     Returns:
         The same object, with the class of converted models of its family. It generates, saves and loads as before.
@@ -28,14 +29,8 @@ def convert(model: Any, config: FastWeightsConfig | None = None) -> Any:
         ConfigError: if the model is already converted, quantized or offloaded, or a setting does not fit it.
         UnknownFamilyError: if its family is not supported.
     """
-    config = FastWeightsConfig() if config is None else config
-    if isinstance(model, str | os.PathLike):
-        raise ConfigError(
-            f"convert takes a model, found the name {str(model)!r}: load it first, fw.load({str(model)!r})"
-        )
-    if isinstance(model, FastWeightsMixin):
-        raise ConfigError(f"this {type(model).__name__} is already converted: start from the pretrained model")
-    family = family_of(model)
+    config = preset_config(RECOMMENDED, *attention_sizes(model)) if config is None else config
+    family = _pretrained_family(model)
     blocks = family.blocks(model)
     check_layers(config, len(blocks))
     if getattr(model.config, "add_cross_attention", False):
@@ -56,6 +51,29 @@ def convert(model: Any, config: FastWeightsConfig | None = None) -> Any:
     # An adapter names the folder of the model it belongs to, and that of the base would be wrong.
     model.name_or_path = model.config.name_or_path = ""
     return model
+
+
+def attention_sizes(model: Any) -> tuple[int, int]:
+    """Head dimension and width of a pretrained model.
+
+    Raises:
+        ConfigError: if the model is already converted.
+        UnknownFamilyError: if its family is not supported.
+    """
+    family = _pretrained_family(model)
+    shape = family.shape(family.attention_of(family.blocks(model)[0]), model.config)
+    return shape.head_dim, shape.width
+
+
+def _pretrained_family(model: Any) -> Family:
+    """The family of a model that can be converted."""
+    if isinstance(model, str | os.PathLike):
+        raise ConfigError(
+            f"convert takes a model, found the name {str(model)!r}: load it first, fw.load({str(model)!r})"
+        )
+    if isinstance(model, FastWeightsMixin):
+        raise ConfigError(f"this {type(model).__name__} is already converted: start from the pretrained model")
+    return family_of(model)
 
 
 def drop_gguf_quantizer(model: Any) -> None:
@@ -96,7 +114,7 @@ def _new_layer(
 
 
 # Modules of a converted layer that are new, and norms. They are small, so LoRA trains and saves them completely.
-_SMALL_MODULES = ("gates.f", "gates.z", "gates.g", "feature_map", "output_norm", "mix", "q_norm", "k_norm")
+_SMALL_MODULES = ("gates.f", "gates.z", "gates.g", "gate_down", "feature_map", "output_norm", "mix", "q_norm", "k_norm")
 
 
 def lora_modules(model: Any) -> dict[str, list[str]]:

@@ -17,12 +17,12 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Column, Table
 
-from fastweights.config import FastWeightsConfig
 from fastweights.conversion import convert
 from fastweights.data.readers import documents
 from fastweights.evaluation.suite import evaluate, scored_tokens
 from fastweights.loading import load, load_tokenizer, save
 from fastweights.modeling.description import describe
+from fastweights.presets import RECOMMENDED, preset_config
 from fastweights.profiling.model_cost import decode_cost
 from fastweights.report import check_matplotlib, make_report
 from fastweights.results import CostResult, EvaluationResult
@@ -41,7 +41,7 @@ WINDOW = 512
 MEASURED_CHARACTERS = 130_000
 RECALL_SAMPLES = 16
 LENGTHS = (256, 1024, 4096, 16384)
-SETTINGS = FastWeightsConfig(rule="decay", m=32, gate_init="log", window=32, train_length=WINDOW, positions="clamp")
+SETTINGS = preset_config(RECOMMENDED, head_dim=32, width=128, train_length=WINDOW, positions="clamp")
 PROMPT = "It was a dark evening, and the old man"
 MARK = ".quickstart"
 BASE, CONVERTED, TRAINED = "base", "after conversion", "after training"
@@ -77,7 +77,9 @@ def run(folder: Path, console: Console, recipe: Recipe | None = None) -> dict[st
     converted = convert(load(PACKAGED, dtype=torch.float32), SETTINGS).eval()
     converted.config.fastweights_base = str(PACKAGED)
     save(converted, folder / "converted", tokenizer, overwrite=True)
-    _print_step(console, 2, "its attention replaced by the decay rule with m = 32 and an exact window of 32 tokens;")
+    rule = f"the rule {SETTINGS.rule} with m = {SETTINGS.m}"
+    window = f"an exact window of {SETTINGS.window} tokens with {SETTINGS.sinks} sinks"
+    _print_step(console, 2, f"its attention replaced by {rule} and {window};")
     console.print(
         "   perplexity on unseen books, and size of the cache after 1,024 and 65,536 tokens:", highlight=False
     )
@@ -96,7 +98,7 @@ def run(folder: Path, console: Console, recipe: Recipe | None = None) -> dict[st
         console.print(f"   [bold]{name}:[/] ", end="")
         console.print(_sample(model, tokenizer), markup=False, highlight=False)
     _print_step(console, 5, "time and memory of one more token, by the number of tokens before it:")
-    cost = decode_cost({BASE: base, "decay": trained}, LENGTHS, stretch_positions=True)
+    cost = decode_cost({BASE: base, "converted": trained}, LENGTHS, stretch_positions=True)
     console.print(_costs(cost), "")
     output = console.export_text(clear=False) if console.record else None
     result = _write(folder, quality, cost, training, time.perf_counter() - started, output)
@@ -196,7 +198,7 @@ def _write(
     make_report(parts, folder / "report", title="The quickstart: a small GPT-2 becomes recurrent")
     perplexity = {name: _perplexity(quality, name) for name in (BASE, CONVERTED, TRAINED)}
     result = {
-        "what": "the packaged model converted to decay, m 32, and trained back on unseen books",
+        "what": "the packaged model converted with the recommended settings, and trained back on unseen books",
         "seed": training["seed"],
         "tokens": training["tokens"],
         "perplexity": perplexity,

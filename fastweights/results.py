@@ -340,6 +340,7 @@ class EvaluatedModel(Record):
 
     rule: The update rule, "attention" for a model that is not converted.
     cache: Of a converted model, computed from its shape.
+    without_window: Whether the model was measured with the window of its layers left out.
     tasks: The metrics of each lm-eval task.
     """
 
@@ -351,6 +352,7 @@ class EvaluatedModel(Record):
     state_bytes: int
     cache: list[CacheSize] | None = None
     settings: dict[str, Any] | None = None
+    without_window: bool = False
     perplexity: list[PerplexityRow] | None = None
     by_position: list[PositionBucket] | None = None
     recall: Recall | None = None

@@ -36,7 +36,7 @@ def test_quickstart_shows_and_writes_every_step(small: Recipe, tmp_path: Path, m
     text = output.getvalue()
     for name, perplexity in result["perplexity"].items():
         assert f"{name}" in text and quickstart._rounded(perplexity, 2) in text
-    assert result["perplexity"]["after conversion"] > 2 * result["perplexity"]["base"]
+    assert result["perplexity"]["after conversion"] > result["perplexity"]["base"]
     assert result["perplexity"]["after training"] < result["perplexity"]["after conversion"]
     assert text.count(quickstart.PROMPT) == 2
     assert (folder / "report/report.html").stat().st_size > 10_000

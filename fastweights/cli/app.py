@@ -19,6 +19,7 @@ from fastweights.cli.profile import profile
 from fastweights.cli.quickstart import quickstart
 from fastweights.cli.rank import rank
 from fastweights.cli.report import report
+from fastweights.cli.serve import serve
 from fastweights.cli.train import train
 
 app = typer.Typer(
@@ -31,6 +32,7 @@ app.command()(convert)
 app.command()(info)
 app.command()(generate)
 app.command()(chat)
+app.command()(serve)
 app.command(epilog=stage_table())(train)
 app.command()(compare)
 app.command("eval")(evaluate)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -11,8 +11,11 @@ from rich.markup import escape
 
 from fastweights.cli.options import DTYPE_HELP, Dtype, model_source, reports_errors, takes_settings
 from fastweights.cli.output import print_description
-from fastweights.config import FastWeightsConfig
 from fastweights.model_paths import new_model_folder
+from fastweights.presets import PRESET_HELP, preset_config
+
+Preset = Literal["recommended", "paper"]
+ANY_SIZES = 64, 1024
 
 
 @reports_errors
@@ -20,13 +23,15 @@ from fastweights.model_paths import new_model_folder
 def convert(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Pretrained model: a hub id, a folder or a GGUF file.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write the converted model to.")],
-    config: FastWeightsConfig,
+    settings: dict[str, Any],
+    preset: Annotated[Preset, typer.Option(help=PRESET_HELP)] = "recommended",
     dtype: Annotated[Dtype, typer.Option(help=DTYPE_HELP)] = "auto",
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the output folder if it already holds a saved model.")
     ] = False,
 ) -> None:
     """Replace the attention of a model with fast weights. The tokenizer, if there is one, is saved with the model."""
+    preset_config(preset, *ANY_SIZES, **settings)  # errors of settings come before the model is loaded
     source = model_source(model)
     with (
         new_model_folder(output, overwrite, source=source) as folder,
@@ -34,14 +39,15 @@ def convert(
     ):
         from transformers.utils import logging
 
-        from fastweights import convert as converter
+        from fastweights.conversion import attention_sizes
+        from fastweights.conversion import convert as converter
         from fastweights.loading import load, load_tokenizer
         from fastweights.modeling.description import describe
 
         logging.disable_progress_bar()
         pretrained, tokenizer = load(source, dtype=dtype), load_tokenizer(source)
         status.update("converting")
-        converted = converter(pretrained, config)
+        converted = converter(pretrained, preset_config(preset, *attention_sizes(pretrained), **settings))
         converted.config.fastweights_base = str(Path(source).resolve()) if Path(source).exists() else source
         status.update(f"saving to {escape(str(output))}")
         converted.save_pretrained(folder)

@@ -46,6 +46,13 @@ def evaluate(
         int | None, typer.Option(min=1, help="Tokens in a window of --by-position; by default --length.")
     ] = None,
     recall: Annotated[bool, typer.Option("--recall", help="Measure recall of pairs and copying, by distance.")] = False,
+    without_window: Annotated[
+        bool,
+        typer.Option(
+            "--without-window",
+            help="Measure converted models once more with the window left out: how good the state is alone.",
+        ),
+    ] = False,
     tasks: Annotated[str, typer.Option(help="lm-eval tasks, such as lambada,hellaswag.")] = "",
     task_folder: Annotated[
         Path | None,
@@ -83,6 +90,7 @@ def evaluate(
         tasks=task_names,
         recall=recall,
         by_position=by_position,
+        without_window=without_window,
         position_length=position_length,
         limit=limit,
         task_folder=task_folder,

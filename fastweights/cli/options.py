@@ -120,17 +120,17 @@ def given_by_set(changes: Iterable[str]) -> Iterator[None]:
 
 
 def takes_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command an option for every field of FastWeightsConfig; the command gets them as `config`."""
-    settings = fields(FastWeightsConfig)
+    """Give a command an option for every field of FastWeightsConfig; the command gets those given as `settings`."""
+    options = fields(FastWeightsConfig)
 
     @functools.wraps(command)
     def run(**arguments: Any) -> None:
-        values = {f.name: arguments.pop(f.name) for f in settings}
+        values = {f.name: arguments.pop(f.name) for f in options}
         values["layers"] = None if values["layers"] is None else parse_layers(values["layers"])
-        command(config=FastWeightsConfig(**values), **arguments)
+        command(settings={name: value for name, value in values.items() if value is not None}, **arguments)
 
-    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "config"]
-    run.__signature__ = inspect.Signature([*own, *map(_option, settings)])  # type: ignore[attr-defined]
+    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "settings"]
+    run.__signature__ = inspect.Signature([*own, *map(_option, options)])  # type: ignore[attr-defined]
     return run
 
 
@@ -138,10 +138,8 @@ def _option(setting: Field) -> inspect.Parameter:
     is_list = setting.name == "layers"
     help = FastWeightsConfig.help(setting.name) + (" For example 0,2,5-7." if is_list else "")
     kind: Any = str | None if is_list else FastWeightsConfig.type_of(setting.name)
-    annotation = Annotated[kind, typer.Option(help=help)]
-    return inspect.Parameter(
-        setting.name, inspect.Parameter.KEYWORD_ONLY, default=setting.default, annotation=annotation
-    )
+    annotation = Annotated[kind | None, typer.Option(help=help)]
+    return inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 def _with_default(setting: Field) -> str:

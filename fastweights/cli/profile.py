@@ -117,7 +117,7 @@ def _load_packaged(dtype: str, device: str) -> dict[str, Any]:
     if dtype == "auto":  # in float32 a GPU has no fast kernel for attention
         dtype = "bfloat16" if torch.device(device).type == "cuda" else "float32"
     base, converted = (load(PACKAGED, dtype=dtype).to(device).eval() for _ in range(2))
-    return {"packaged": base, "decay": convert(converted, SETTINGS)}
+    return {"packaged": base, "converted": convert(converted, SETTINGS)}
 
 
 def _draw(result: CostResult, target: Path) -> str:

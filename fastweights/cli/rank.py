@@ -79,8 +79,8 @@ def rank(
         from fastweights.evaluation.layer_ranking import batches_of, hybrid_from, load_pair, rank_layers
         from fastweights.evaluation.perplexity import window_for
         from fastweights.loading import load_tokenizer
+        from fastweights.modeling.layer import converted_layers
         from fastweights.modeling.positions import check_length
-        from fastweights.training.losses import converted_layers
 
         logging.disable_progress_bar()
         usable = usable_device(device)

@@ -7,10 +7,13 @@ import torch
 from torch import Tensor
 
 from fastweights.data.readers import DataError
+from fastweights.data.recall_rows import IGNORED, insert_recall
 from fastweights.data.token_files import TokenFile
 from fastweights.utils.errors import Argument
 
-IGNORED = -100  # the label that Hugging Face's losses leave out
+# Third number of the seed of a row's recall, besides the run's seed and the row.
+RECALL = 1
+KEYS = ("input_ids", "position_ids", "labels")
 
 
 class PackedBatches:
@@ -31,17 +34,18 @@ class PackedBatches:
         length: Tokens of a row.
         rows: Rows of a batch, over all processes.
         seed: Seed of the order.
+        recall: Share of the rows that are made to need recall; 0 leaves all as they are.
 
     Raises:
         DataError: The text has fewer rows than a batch.
     """
 
-    def __init__(self, tokens: TokenFile, length: int, rows: int, seed: int = 0) -> None:
+    def __init__(self, tokens: TokenFile, length: int, rows: int, seed: int = 0, recall: float = 0.0) -> None:
         self.rows_in_epoch = _count_rows(tokens, length)
         if not 1 <= rows <= self.rows_in_epoch:
             found = f"{_name(tokens)}: {len(tokens):,} tokens are no batch of {rows:,} rows of {length:,} tokens"
             raise DataError(f"{found} ({rows * length:,}): give more text, or change ", Argument("batch_tokens"))
-        self.tokens, self.length, self.rows, self.seed = tokens, length, rows, seed
+        self.tokens, self.length, self.rows, self.seed, self.recall = tokens, length, rows, seed, recall
         self._orders: dict[int, np.ndarray] = {}
 
     def batch(self, step: int, rank: int = 0, world: int = 1) -> dict[str, Tensor]:
@@ -53,12 +57,24 @@ class PackedBatches:
                 f", {world * self.length:,}",
             )
         share = self.rows // world
-        return _pack(self.tokens, self._rows_of(step)[rank * share : (rank + 1) * share], self.length)
+        packed = _pack(self.tokens, self._rows_of(step)[rank * share : (rank + 1) * share], self.length)
+        if self.recall:
+            self._insert_recall(packed, step * self.rows + rank * share)
+        return packed
 
     def targets(self, step: int) -> int:
         """How many tokens of the whole batch, all processes together, are predicted."""
+        # recall changes tokens, not which of them have labels
         labels = _pack(self.tokens, self._rows_of(step), self.length)["labels"]
         return int((labels[:, 1:] != IGNORED).sum())
+
+    def _insert_recall(self, packed: dict[str, Tensor], first: int) -> None:
+        """Make a share of the rows need recall. Each row draws with its own number in the run, from `first` on."""
+        ids, positions, labels = (packed[name].numpy() for name in KEYS)
+        for row in range(len(ids)):
+            rng = np.random.default_rng([self.seed, first + row, RECALL])
+            if rng.random() < self.recall:
+                insert_recall(ids[row], positions[row], labels[row], rng)
 
     def _rows_of(self, step: int) -> np.ndarray:
         epochs, places = np.divmod(np.arange(step * self.rows, (step + 1) * self.rows), self.rows_in_epoch)
@@ -124,5 +140,4 @@ def _pack(tokens: TokenFile, rows: np.ndarray, length: int) -> dict[str, Tensor]
     if tokens.bos is not None:
         ids[needs_bos, 0] = tokens.bos
         labels[~needs_bos, -1] = IGNORED  # the next row's first token
-    packed = {"input_ids": ids, "position_ids": positions, "labels": labels}
-    return {name: torch.from_numpy(array) for name, array in packed.items()}
+    return {name: torch.from_numpy(array) for name, array in zip(KEYS, (ids, positions, labels), strict=True)}

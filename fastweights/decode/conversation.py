@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import jinja2
 import torch
 
 from fastweights.config import ConfigError
-from fastweights.decode.engine import Engine, StreamedToken, end_of_text, prefill
+from fastweights.decode.engine import Engine, StreamedToken, end_of_text
+from fastweights.decode.prefill import prefill
 from fastweights.decode.sampling import Sampling
+from fastweights.decode.text_decoder import StopTexts
 from fastweights.modeling.cache import FastWeightsCache, StateError
-from fastweights.modeling.modes import evaluating
 from fastweights.modeling.positions import check_length, position_limit
 from fastweights.tokenization import prompt_tokens
 from fastweights.utils.errors import Argument
@@ -30,6 +31,8 @@ PLAIN_TEMPLATE = (
 )
 # Such a model has no token for the end of a turn, and often goes on with the user's next message.
 PLAIN_END = "\nUser:"
+# A message: its "role" and its "content".
+Message = dict[str, str]
 # Stands for an answer in a template, to find what the template writes after one.
 _ANSWER = "[[answer]]"
 
@@ -73,29 +76,40 @@ class ChatFormat:
         ends = [token for token in self.after_answer if token in self.tokenizer.added_tokens_decoder][:1]
         return {token for token in (*ends, self.tokenizer.eos_token_id) if token is not None}
 
-    def first_turn(self, text: str) -> list[int]:
-        """Tokens from the beginning of a conversation to the beginning of its first answer."""
-        rendered = self._render([*self._system, _message("user", text)], generate=True)
-        return prompt_tokens(self.tokenizer, rendered)
+    def first_turn(self, messages: str | Sequence[Message], generate: bool = True) -> list[int]:
+        """Tokens from the beginning of a conversation to the beginning of an answer.
 
-    def next_turn(self, text: str) -> list[int]:
-        """Tokens from the end of a turn to the beginning of the next answer."""
+        Args:
+            messages: All messages, or the text of the first one.
+            generate: Whether the beginning of an answer follows them.
+        """
+        return prompt_tokens(self.tokenizer, self.first_text(messages, generate))
+
+    def first_text(self, messages: str | Sequence[Message], generate: bool = True) -> str:
+        """The text of `first_turn`."""
+        return self._render([*self._system, *_messages(messages)], generate)
+
+    def next_turn(self, messages: str | Sequence[Message]) -> list[int]:
+        """Tokens from the end of a turn to the beginning of the next answer.
+
+        Args:
+            messages: The new messages, or the text of the only one.
+        """
         end = self._after_answer
-        return self._tokens_after(_ANSWER + end, self._after(text).removeprefix(end))
+        return self._tokens_after(_ANSWER + end, self._after(messages).removeprefix(end))
 
     def answer(self, text: str) -> list[int]:
         """Tokens of an answer that was shortened."""
         return self._tokens_after("Assistant:", text)
 
-    def _after(self, text: str | None = None, generate: bool = True) -> str:
-        """What the template writes after an answer, with a next message or without one."""
-        following = [] if text is None else [_message("user", text)]
-        _, found, after = self._render([*self._history, *following], generate).partition(_ANSWER)
+    def _after(self, messages: str | Sequence[Message] = (), generate: bool = True) -> str:
+        """What the template writes after an answer, with next messages or without one."""
+        _, found, after = self._render([*self._history, *_messages(messages)], generate).partition(_ANSWER)
         if not found:
             raise ConfigError("the tokenizer's chat template leaves answers out, so it cannot be used to converse")
         return after
 
-    def _render(self, messages: list[dict[str, str]], generate: bool) -> str:
+    def _render(self, messages: list[Message], generate: bool) -> str:
         template = PLAIN_TEMPLATE if self.plain else None
         try:
             return self.tokenizer.apply_chat_template(
@@ -114,8 +128,12 @@ class ChatFormat:
         return prompt_tokens(self.tokenizer, text, continues=True)
 
 
-def _message(role: str, text: str) -> dict[str, str]:
+def _message(role: str, text: str) -> Message:
     return {"role": role, "content": text}
+
+
+def _messages(messages: str | Sequence[Message]) -> Sequence[Message]:
+    return [_message("user", messages)] if isinstance(messages, str) else messages
 
 
 class _Answer:
@@ -126,39 +144,33 @@ class _Answer:
     """
 
     def __init__(self, end_text: str | None) -> None:
-        self.end_text = end_text
+        self._stops = StopTexts([] if end_text is None else [end_text])
         self.tokens: list[int] = []
-        self.started = self.cut = False
+        self.started = False
         self.text = ""
-        self._shown = self._held = 0
 
     def add(self, item: StreamedToken) -> str:
         """Return what can be shown after a new token, without white space before the first word."""
         self.started = True
+        piece = ""
         if item.finish_reason != "stop":
             self.tokens.append(item.token)
-            self.text += item.text
-        self._held = 0
-        if self.end_text is not None:
-            before, found, _ = self.text[self._shown :].partition(self.end_text)
-            if found:
-                self.text, self.cut = self.text[: self._shown] + before, True
-            elif item.finish_reason is None:
-                self._held = _overlap(self.text[self._shown :], self.end_text)
-        end = len(self.text) - self._held
-        start = self._shown or len(self.text) - len(self.text.lstrip())
-        self._shown = end if start < end else self._shown
-        return self.text[start:end]
+            piece = self._stops.add(item.text)
+        if item.finish_reason is not None:
+            piece += self._stops.end()
+        begins = not self.text.strip()
+        self.text += piece
+        return piece.lstrip() if begins else piece
+
+    @property
+    def cut(self) -> bool:
+        """Whether the end text was found."""
+        return self._stops.found
 
     @property
     def shortened(self) -> str | None:
         """The text of an answer that ends before its last token; None if all tokens belong to it."""
-        return self.text[: len(self.text) - self._held] if self.cut or self._held else None
-
-
-def _overlap(text: str, other: str) -> int:
-    """The number of characters at the end of a text that another one begins with."""
-    return next((n for n in range(len(other), 0, -1) if text.endswith(other[:n])), 0)
+        return self.text if self.cut or self._stops.held else None
 
 
 class Conversation:
@@ -251,8 +263,7 @@ class Conversation:
         """The state after everything that was said, including the end of the last turn."""
         if self._unread:
             state = self._state.fork()
-            with evaluating(self.engine.model):
-                prefill(self.engine.model, torch.tensor(self._unread), state, self.engine.prefill_chunk)
+            prefill(self.engine.model, torch.tensor(self._unread), state, self.engine.prefill_chunk)
             self._state, self._unread = state, []
         return self._state
 

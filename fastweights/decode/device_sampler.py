@@ -34,8 +34,18 @@ class SamplerMode(NamedTuple):
             any(s.repetition_penalty != 1 for s in samplings),
         )
 
+    def covers(self, other: SamplerMode) -> bool:
+        """Whether this mode does all that the other one does."""
+        return all(own or not needed for own, needed in zip(self, other, strict=True))
+
 
 GREEDY = SamplerMode(False, False, False)
+# All modes that sequences can need, those that do less before those that do more: only sampling filters.
+MODES = [
+    SamplerMode(samples, filters, penalizes)
+    for penalizes in (False, True)
+    for samples, filters in ((False, False), (True, False), (True, True))
+]
 
 
 class Sampler:

@@ -8,16 +8,17 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastweights.config import ConfigError, is_whole
+from fastweights.decode.batch import Batch, End, FinishReason, Generation, Token
 from fastweights.decode.device_sampler import GREEDY, Sampler, SamplerMode
-from fastweights.decode.model import ForwardDecodeModel, UnsupportedModel, make_decode_model
+from fastweights.decode.model import DecodeModel, ForwardDecodeModel, UnsupportedModel, make_decode_model
+from fastweights.decode.prefill import PREFILL_CHUNK
 from fastweights.decode.sampling import Sampling
 from fastweights.decode.text_decoder import TextDecoder
 from fastweights.modeling.cache import FastWeightsCache
@@ -27,68 +28,13 @@ from fastweights.modeling.positions import check_length
 from fastweights.ops.device import unsupported_reason
 from fastweights.tokenization import prompt_tokens
 from fastweights.utils.errors import Argument, FastWeightsError
-from fastweights.utils.progress import track
 
-PREFILL_CHUNK = 1024
-# A progress bar is shown for prompts of more chunks than this.
-MIN_CHUNKS_SHOWN = 8
-WARM_UP_STEPS = 3
 # A prompt: its token ids [T], or its text.
 Prompt = Tensor | Sequence[int] | str
 
 
 class EngineBusy(FastWeightsError):
     """An engine was called while it generates: by another thread, by its own `on_token`, or before a stream ended."""
-
-
-class GenerationError(FastWeightsError):
-    """A model that cannot generate: its logits are NaN, or transformers refuses its generation_config."""
-
-
-def check_no_nan(logits: Tensor, new_tokens: int) -> None:
-    """Refuse logits that contain NaN, from which no token can be chosen.
-
-    Raises:
-        GenerationError: names the place in the sequence.
-    """
-    if bool(logits.isnan().any()):
-        raise GenerationError(
-            f"the model's logits are NaN after {new_tokens} new tokens: its weights or its state contain NaN, or it "
-            "overflows in this dtype; copy or train the model again, or load it in float32"
-        )
-
-
-def prefill(
-    model: Any,
-    ids: Tensor,
-    state: FastWeightsCache | None = None,
-    prefill_chunk: int = PREFILL_CHUNK,
-    progress: bool = False,
-) -> tuple[Tensor, FastWeightsCache]:
-    """Feed a prompt to the model in chunks.
-
-    Memory is that of one chunk, however long the prompt, except for layers that are still attention.
-
-    Args:
-        model: A converted model.
-        ids: Token ids [T].
-        state: The state before the prompt, which is advanced in place; a new one by default.
-        prefill_chunk: Tokens of a chunk.
-        progress: Show a progress bar for long prompts.
-
-    Returns:
-        The logits [1,V] after the prompt, and the state.
-    """
-    state = FastWeightsCache(model.config) if state is None else state
-    chunks = ids[None].split(prefill_chunk, dim=1)
-    shown = progress and len(chunks) > MIN_CHUNKS_SHOWN
-    with torch.no_grad():
-        for chunk in track(chunks, "prefill", enabled=shown):
-            out = model(chunk.to(model.device), past_key_values=state, logits_to_keep=1)
-    return out.logits[:, -1], state
-
-
-FinishReason = Literal["stop", "length"]
 
 
 class StreamedToken(NamedTuple):
@@ -105,45 +51,19 @@ class StreamedToken(NamedTuple):
     sequence continues."""
 
 
-@dataclass
-class _Sequence:
-    """A sequence to generate: prompt [T], and the new tokens so far."""
-
-    prompt: Tensor
-    max_new_tokens: int
-    sampling: Sampling
-    seed: int
-    state: FastWeightsCache | None
-    new_tokens: list[int] = field(default_factory=list)
-
-    def finish_reason(self, stops: set[int]) -> FinishReason | None:
-        if self.new_tokens[-1] in stops:
-            return "stop"
-        return "length" if len(self.new_tokens) == self.max_new_tokens else None
-
-
-@dataclass
-class _Job:
-    """The sequences of one call, the tokens that end them, and what the sampler does for them."""
-
-    sequences: list[_Sequence]
-    stops: set[int]
-    mode: SamplerMode
-
-
 class Engine:
     """Generate many sequences with a converted model, `batch_size` at a time.
 
     Each sequence has a slot. When it ends, the next prompt takes the slot while the other sequences continue, so
-    nothing is padded. A step, including sampling, runs on the device with tensors at fixed addresses. The weights are
-    packed once: make a new engine after changing the model. An engine serves one
-    caller at a time.
+    nothing is padded. A long prompt is read in chunks between their steps. A step, including sampling, runs on the
+    device with tensors at fixed addresses. The weights are packed once: make a new engine after changing the model. An
+    engine serves one caller at a time.
 
     Args:
         model: A converted model.
         batch_size: Number of slots.
         graph: Whether to run a step as a CUDA graph; by default on a GPU.
-        prefill_chunk: Tokens of a prompt that are fed to the model at once.
+        prefill_chunk: Tokens of prompts that are read at most between two steps.
         kernels: Whether to use the Triton kernels; by default if they are supported.
         max_length: Length of the longest sequence in tokens, prompt included. Required if some layers remain
             attention: each slot then reserves keys and values for this many tokens.
@@ -182,23 +102,35 @@ class Engine:
         self.max_length = max_length if attention_layers else None
         self.model, self.prefill_chunk, self.device = model, prefill_chunk, model.device
         self.tokenizer = tokenizer
-        self.on_gpu = self.device.type == "cuda"
         # An engine made in inference mode can also be used outside of it, so its tensors must be ordinary ones.
         with torch.inference_mode(False), evaluating(model):
-            self.decoder = make_decode_model(model, batch_size, kernels, self.max_length)
-        if attention_layers and isinstance(self.decoder, ForwardDecodeModel):
+            decoder = make_decode_model(model, batch_size, kernels, self.max_length)
+        if attention_layers and isinstance(decoder, ForwardDecodeModel):
             raise UnsupportedModel(
                 f"layers {attention_layers} are still attention, and the engine cannot decode this model: "
-                f"{self.decoder.unsupported_reason}; use model.generate"
+                f"{decoder.unsupported_reason}; use model.generate"
             )
-        can_capture = self.on_gpu and self.decoder.static
+        can_capture = self.device.type == "cuda" and decoder.static
         if graph and not can_capture:
             raise ConfigError(Argument("graph"), "=True needs a CUDA device and a supported model; leave it out")
-        self.graphs: dict[SamplerMode, torch.cuda.CUDAGraph] | None = {} if can_capture and graph is not False else None
         with torch.inference_mode(False):
-            self.sampler = Sampler(batch_size, model.config.get_text_config().vocab_size, self.device)
-            self.host_tokens = torch.zeros(batch_size, dtype=torch.long, pin_memory=self.on_gpu)
-            self.host_scores = torch.zeros(batch_size, pin_memory=self.on_gpu)
+            sampler = Sampler(batch_size, model.config.get_text_config().vocab_size, self.device)
+            self.batch = Batch(model, decoder, sampler, prefill_chunk, graph=can_capture and graph is not False)
+
+    @property
+    def decoder(self) -> DecodeModel | ForwardDecodeModel:
+        """The model as it decodes: one token for every slot."""
+        return self.batch.decoder
+
+    @property
+    def sampler(self) -> Sampler:
+        """Chooses the tokens of all slots."""
+        return self.batch.sampler
+
+    @property
+    def graphs(self) -> dict[SamplerMode, torch.cuda.CUDAGraph] | None:
+        """The CUDA graphs of a step; None if steps do not run as graphs."""
+        return self.batch.graphs
 
     def generate(
         self,
@@ -234,12 +166,11 @@ class Engine:
             ValueError: A sequence may become longer than the model's position table.
             EngineBusy: The engine is generating already. Call it from one thread at a time.
         """
-        with self._exclusive():
-            job = self._job(prompts, max_new_tokens, sampling, stop_tokens, states)
-            for i, token, _ in self._run(job, progress):
-                if on_token is not None:
-                    on_token(i, token)
-            return [sequence.new_tokens for sequence in job.sequences]
+        generations = self._generations(prompts, max_new_tokens, sampling, stop_tokens, states, progress)
+        for i, token, _ in self._run(generations):
+            if on_token is not None:
+                on_token(i, token)
+        return [generation.new_tokens for generation in generations]
 
     def stream(
         self,
@@ -271,16 +202,15 @@ class Engine:
             GenerationError: From the iterator: logits are NaN.
             EngineBusy: From the iterator: the engine is generating already.
         """
-        return self._stream(self._job(prompts, max_new_tokens, sampling, stop_tokens, states))
+        return self._stream(self._generations(prompts, max_new_tokens, sampling, stop_tokens, states))
 
-    def _stream(self, job: _Job) -> Generator[StreamedToken]:
-        with self._exclusive():
-            decoders = [None if self.tokenizer is None else TextDecoder(self.tokenizer) for _ in job.sequences]
-            for i, token, finish_reason in self._run(job):
-                text, decoder = "", decoders[i]
-                if decoder is not None:
-                    text = decoder.add(token) + (decoder.end() if finish_reason else "")
-                yield StreamedToken(i, token, text, finish_reason)
+    def _stream(self, generations: Sequence[Generation]) -> Generator[StreamedToken]:
+        decoders = [None if self.tokenizer is None else TextDecoder(self.tokenizer) for _ in generations]
+        for i, token, finish_reason in self._run(generations):
+            text, decoder = "", decoders[i]
+            if decoder is not None:
+                text = decoder.add(token) + (decoder.end() if finish_reason else "")
+            yield StreamedToken(i, token, text, finish_reason)
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -295,15 +225,6 @@ class Engine:
         finally:
             self._lock.release()
 
-    @contextmanager
-    def _computing(self) -> Iterator[None]:
-        """The model's own dtype and device. Entered for each step, since a stream's caller runs between the steps."""
-        with ExitStack() as stack:
-            stack.enter_context(torch.autocast(self.device.type, enabled=False))
-            if self.on_gpu:
-                stack.enter_context(torch.cuda.device(self.device))
-            yield
-
     def step(self, mode: SamplerMode = GREEDY) -> None:
         """Feed the token of every slot to the model and choose the next ones.
 
@@ -311,123 +232,52 @@ class Engine:
             EngineBusy: The engine is generating.
         """
         with self._exclusive():
-            self._advance(mode)
+            self.batch.advance(mode)
 
-    def _advance(self, mode: SamplerMode) -> None:
-        graph = None if self.graphs is None else self.graphs.get(mode)
-        if graph is not None:
-            graph.replay()
-        else:
-            self._step(mode)
+    @contextmanager
+    def batching(self) -> Iterator[Batch]:
+        """The engine's batch, which belongs to the caller until the context ends.
 
-    @torch.inference_mode()
-    def _step(self, mode: SamplerMode) -> None:
-        logits = self.decoder.step()
-        self.decoder.tokens.copy_(self.sampler.choose(logits, self.decoder.positions, mode))
+        Raises:
+            EngineBusy: The engine is generating.
+        """
+        with self._exclusive():
+            try:
+                yield self.batch
+            finally:
+                self.batch.clear()
 
-    def _prepare(self, mode: SamplerMode) -> None:
-        """Capture the step in a graph. Warm-up steps change all slots, so no slot may be in use."""
-        self.sampler.prepare(mode)
-        if self.graphs is None or mode in self.graphs:
-            return
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UP_STEPS):
-                self._step(mode)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._step(mode)
-        self.graphs[mode] = graph
-
-    def _run(self, job: _Job, progress: bool = False) -> Iterator[tuple[int, int, FinishReason | None]]:
-        """Generate all sequences; `owners` are the sequences that the slots belong to.
+    def _run(self, generations: Sequence[Generation]) -> Iterator[tuple[int, int, FinishReason | None]]:
+        """Generate all sequences.
 
         Yields the index of a sequence, its new token, and why the sequence ends with it.
         """
-        # On a GPU the next step starts before the tokens of the last one are read on the host. So a sequence that ends
-        # with a stop token has been decoded one step further than needed; its slot is overwritten anyway.
-        sequences, mode = job.sequences, job.mode
-        waiting = deque(range(len(sequences)))
-        owners: list[int | None] = [None] * len(self.host_tokens)
-        with self._computing():
-            self._prepare(mode)
-        while True:
-            with self._computing():
-                for slot, owner in enumerate(owners):
-                    if owner is None and waiting:
-                        owners[slot] = i = waiting.popleft()
-                        self._start(slot, sequences[i], mode, progress)
-                running = [sequences[i] for i in owners if i is not None]
-                if not running:
-                    return
-                copied = self._copy_tokens_to_host()
-                ahead = self.on_gpu and any(len(s.new_tokens) + 1 < s.max_new_tokens for s in running)
-                if ahead:
-                    self._advance(mode)
-                tokens = self._read_tokens(copied)
-            for slot, (owner, token) in enumerate(zip(owners, tokens, strict=True)):
-                if owner is not None:
-                    sequence = sequences[owner]
-                    check_no_nan(self.host_scores[slot], len(sequence.new_tokens))
-                    sequence.new_tokens.append(token)
-                    finish_reason = sequence.finish_reason(job.stops)
-                    if finish_reason is not None:
-                        owners[slot] = None
-                    yield owner, token, finish_reason
-            if not ahead and any(owner is not None for owner in owners):
-                with self._computing():
-                    self._advance(mode)
-
-    def _start(self, slot: int, sequence: _Sequence, mode: SamplerMode, progress: bool) -> None:
-        """Prefill a prompt, write its state to a slot and choose its first new token."""
-        prompt = sequence.prompt.to(self.device)
-        with evaluating(self.model):
-            logits, state = prefill(self.model, prompt, sequence.state, self.prefill_chunk, progress)
-        self.decoder.set_slot(slot, state)
-        self.sampler.set_slot(slot, sequence.sampling, sequence.seed, prompt)
-        row = slice(slot, slot + 1)
-        self.decoder.tokens[row].copy_(self.sampler.choose(logits, self.decoder.positions[row], mode, row))
-
-    def _copy_tokens_to_host(self) -> torch.cuda.Event | None:
-        """Start to copy the tokens to the host. On a GPU, the event tells when they have arrived."""
-        self.host_tokens.copy_(self.decoder.tokens, non_blocking=True)
-        self.host_scores.copy_(self.sampler.scores, non_blocking=True)
-        if not self.on_gpu:
-            return None
-        event = torch.cuda.Event()
-        event.record()
-        return event
-
-    def _read_tokens(self, copied: torch.cuda.Event | None) -> list[int]:
-        if copied is not None:
-            copied.synchronize()
-        return self.host_tokens.tolist()
+        indices = {generation: i for i, generation in enumerate(generations)}
+        waiting = deque(generations)
+        with self.batching() as batch:
+            batch.prepare([SamplerMode.of([generation.sampling for generation in generations])])
+            while waiting or batch.busy:
+                while waiting and batch.free:
+                    batch.add(waiting.popleft())
+                for generation, event in batch.step():
+                    if isinstance(event, Token):
+                        yield indices[generation], event.id, generation.finish_reason
+                    elif isinstance(event, End) and event.error is not None:
+                        raise event.error
 
     # checks of what generate and stream are given
 
-    def _job(
+    def _generations(
         self,
         prompts: Sequence[Prompt],
         max_new_tokens: int | Sequence[int],
         sampling: Sampling | Sequence[Sampling] | None,
         stop_tokens: int | Sequence[int] | None,
         states: Sequence[FastWeightsCache | None] | None,
-    ) -> _Job:
+        progress: bool = False,
+    ) -> list[Generation]:
         if isinstance(prompts, str):
             raise ConfigError(Argument("prompts"), f" must be a list, found one string: [{prompts[:20]!r}]")
-        sequences = self._sequences(prompts, max_new_tokens, sampling, states)
-        stops = set(end_of_text(self.model)) if stop_tokens is None else self._check_stop_tokens(stop_tokens)
-        return _Job(sequences, stops, SamplerMode.of([sequence.sampling for sequence in sequences]))
-
-    def _sequences(
-        self,
-        prompts: Sequence[Prompt],
-        max_new_tokens: int | Sequence[int],
-        sampling: Sampling | Sequence[Sampling] | None,
-        states: Sequence[FastWeightsCache | None] | None,
-    ) -> list[_Sequence]:
         count = len(prompts)
         sampling = Sampling() if sampling is None else sampling
         shared = isinstance(sampling, Sampling)
@@ -441,13 +291,16 @@ class Engine:
                 raise ConfigError(
                     Argument(name), f" must be one for all or one for each of {count} prompts, found {len(values)}"
                 )
+        stops = set(end_of_text(self.model)) if stop_tokens is None else self._check_stop_tokens(stop_tokens)
         return [
-            _Sequence(
+            Generation(
                 self._check_prompt(i, prompt, limit, state),
                 limit,
                 own_sampling,
-                _seed(own_sampling, offset=i if shared else 0),
+                seed_of(own_sampling, offset=i if shared else 0),
+                stops,
                 state,
+                progress=progress,
             )
             for i, (prompt, limit, own_sampling, state) in enumerate(
                 zip(prompts, limits, samplings, given, strict=True)
@@ -476,19 +329,27 @@ class Engine:
             raise ConfigError(
                 Argument("states"), f"[{i}] must be of one sequence, found {state.batch_size}: select a row of it"
             )
-        self._check_length(i, ids, limit, state)
+        self.check_length(state, len(ids) + limit - 1, *name)
         return ids.long()
 
-    def _check_length(self, i: int, ids: Tensor, limit: int, state: FastWeightsCache | None) -> None:
-        seen = 0 if state is None or state.lengths is None else int(state.lengths[0])
-        length = seen + len(ids) + limit - 1
+    def check_length(self, state: FastWeightsCache | None, tokens: int, *name: str) -> None:
+        """Refuse a sequence that the engine cannot read.
+
+        Args:
+            state: The state before it.
+            tokens: Tokens to read after the state, also generated ones.
+            name: Parts of a message that name the sequence.
+
+        Raises:
+            ConfigError: It may become longer than `max_length`.
+            PositionError: It may become longer than the model's position table.
+            StateError: Attention layers of the state have seen padding.
+        """
+        length = tokens + (0 if state is None or state.lengths is None else int(state.lengths[0]))
         check_length(self.model, length)
         if self.max_length is not None and length > self.max_length:
             raise ConfigError(
-                Argument("prompts"),
-                f"[{i}] may grow to {length} tokens, and ",
-                Argument("max_length"),
-                f" is {self.max_length}",
+                *name, f" may grow to {length} tokens, and ", Argument("max_length"), f" is {self.max_length}"
             )
         if self.max_length is not None and state is not None:
             state.check_padding()
@@ -507,7 +368,8 @@ def _for_each(value: Any, count: int) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value] * count
 
 
-def _seed(sampling: Sampling, offset: int) -> int:
+def seed_of(sampling: Sampling, offset: int = 0) -> int:
+    """The seed of a sequence, drawn from torch's generator if none is given."""
     if sampling.seed is not None:
         return sampling.seed + offset
     return 0 if sampling.greedy else int(torch.randint(2**62, ()))

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, set_seed
 
-from fastweights.decode.engine import PREFILL_CHUNK, Engine, GenerationError, check_no_nan, prefill
+from fastweights.decode.batch import GenerationError, nan_error
+from fastweights.decode.engine import Engine
 from fastweights.decode.model import UnsupportedModel
+from fastweights.decode.prefill import PREFILL_CHUNK, prefill
 from fastweights.decode.sampling import Sampling
 from fastweights.modeling.cache import FastWeightsCache
 from fastweights.modeling.positions import check_length
@@ -151,7 +153,8 @@ class _RefuseNaN(LogitsProcessor):
         self.prompt_length = prompt_length
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
-        check_no_nan(scores, input_ids.shape[1] - self.prompt_length)
+        if bool(scores.isnan().any()):
+            raise nan_error(input_ids.shape[1] - self.prompt_length)
         return scores
 
 

@@ -4,13 +4,15 @@ Weights are packed once, all buffers are allocated once and keep their addresses
 CUDA graph. Layers get what they share from a `DecodeContext`.
 
 Shapes: tokens, positions [B]   hidden [B,D]   logits [B,V]   state [B,S,d,m]
-        packed [B,P] = q | k | v | gates of the rule | q | k | v of the window | mix
+        packed [B,P] = q | k | v of the rule | q | k | v of the window | gates | mix
+        with shared projections q | k | v once; with low-rank gates their input [B,r] instead of gates and mix
         ring buffers for the keys and values of a window of w tokens [B,Hkv,w,d]: token t is at t % w;
         with n sinks [B,Hkv,n+w,d]: the first n tokens stay at their places, and t >= n is at n + (t - n) % w
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from fastweights.config import LOCAL, ConfigError, FastWeightsConfig
-from fastweights.modeling.cache import FastWeightsCache
+from fastweights.modeling.cache import Counts, FastWeightsCache, put_keys_or_values
 from fastweights.modeling.classes import new_layer
 from fastweights.modeling.families import Family
 from fastweights.modeling.families.base import ModulePaths, adds_one_to_weight
@@ -32,7 +34,7 @@ from fastweights.modeling.layer import (
 )
 from fastweights.modeling.modes import evaluating
 from fastweights.modeling.positions import clamp_positions
-from fastweights.modeling.window import WindowCache
+from fastweights.modeling.window import WindowCache, cached_tokens
 from fastweights.ops.linear import FusedLinear, Norm, NormSums, SplitKWorkspace
 from fastweights.ops.step import (
     Rotary,
@@ -80,6 +82,7 @@ class ForwardDecodeModel:
         self.model, self.cache, self.unsupported_reason = model, FastWeightsCache(model.config), unsupported_reason
         self.tokens = torch.zeros(batch_size, dtype=torch.long, device=model.device)
         self.positions = torch.zeros_like(self.tokens)
+        self.counts: dict[int, Counts] = {}
         self.step()  # allocates the cache for all slots
         self.positions.zero_()
 
@@ -98,6 +101,16 @@ class ForwardDecodeModel:
                 tensor[slot].copy_(other.tensors[name][0])
         assert cache.lengths is not None
         self.positions[slot : slot + 1].copy_(cache.lengths)
+        self.counts[slot] = cache.counts
+
+    @torch.no_grad()
+    def get_slot(self, slot: int, tokens: Sequence[int]) -> FastWeightsCache:
+        """As for `DecodeModel`."""
+        cache = _cache_after(self.model.config, self.counts[slot], tokens)
+        for own, other in zip(self.cache.layers, cache.layers, strict=True):
+            for name, tensor in own.tensors.items():
+                other.put(name, tensor[slot : slot + 1])
+        return cache
 
 
 class DecodeModel:
@@ -122,6 +135,7 @@ class DecodeModel:
         assert parts is not None
         self.tokens = torch.zeros(batch_size, dtype=torch.long, device=model.device)
         self.positions = torch.zeros_like(self.tokens)
+        self.config, self.counts = config, dict[int, Counts]()
         self.context = DecodeContext(
             positions=self.positions,
             dtype=model.dtype,
@@ -188,6 +202,32 @@ class DecodeModel:
                 if mixer is not None:
                     mixer.set_slot(slot, layer, cache.lengths)
         self.positions[slot : slot + 1].copy_(cache.lengths)
+        self.counts[slot] = cache.counts
+
+    @torch.no_grad()
+    def get_slot(self, slot: int, tokens: Sequence[int]) -> FastWeightsCache:
+        """Return a copy of the state in a slot.
+
+        Args:
+            slot: The slot.
+            tokens: The tokens that the slot was fed since `set_slot`.
+        """
+        cache = _cache_after(self.config, self.counts[slot], tokens)
+        assert cache.lengths is not None
+        for block, layer in zip(self.blocks, cache.layers, strict=True):
+            for mixer in (block.recurrence, block.window):
+                if mixer is not None:
+                    mixer.get_slot(slot, layer, cache.lengths)
+        return cache
+
+
+def _cache_after(config: Any, before: Counts, tokens: Sequence[int]) -> FastWeightsCache:
+    """A cache without a state that counts what was counted before, and the tokens."""
+    cache = FastWeightsCache(config)
+    cache.counts = before
+    assert cache.lengths is not None
+    cache.advance(torch.tensor([tokens], dtype=torch.long, device=cache.lengths.device), None)
+    return cache
 
 
 # what layers share
@@ -278,7 +318,7 @@ class RingIndex:
 
 
 class PackedHeads:
-    """Queries, keys and values [B,heads,.] as views of the packed buffer."""
+    """Queries, keys and values [B,heads,.] as views of the packed buffer; a rule and a window may share them."""
 
     def __init__(self, projections: Projections, packed: Tensor, start: int, rotary: RotaryEmbedding | None) -> None:
         self.projections = projections
@@ -290,9 +330,15 @@ class PackedHeads:
         self.rotary: Rotary | None = None
         if projections.planes.shape[1] and rotary is not None:
             self.rotary = Rotary(rotary.cos, rotary.sin, projections.planes)
+        self.prepared: tuple[Tensor, Tensor] | None = None
 
     def normed_and_rotated(self) -> tuple[Tensor, Tensor]:
-        """Queries and keys as attention uses them."""
+        """Queries and keys as attention uses them, computed once per step."""
+        if self.prepared is None:
+            self.prepared = self._normed_and_rotated()
+        return self.prepared
+
+    def _normed_and_rotated(self) -> tuple[Tensor, Tensor]:
         q, k = self.q, self.k
         if self.projections.q_norm is not None and self.projections.k_norm is not None:
             q, k = self.projections.q_norm(q), self.projections.k_norm(k)
@@ -302,37 +348,78 @@ class PackedHeads:
         return q, k
 
 
+class LayerInputs:
+    """What a layer computes from its input: queries, keys and values of rule and window, gate logits, mix logits.
+
+    One product computes all of it. Gates of low rank need a second, small one.
+    """
+
+    def __init__(
+        self, attention: FastWeightsAttention, context: DecodeContext, norm: Norm, rotary: RotaryEmbedding | None
+    ) -> None:
+        rule, window, down = attention.rule, attention.window, attention.gate_down
+        projections = [part.projections for part in (rule, window) if part is not None and part.projections is not None]
+        qkv = [_weight(linear) for part in projections for linear in _qkv_linears(part)]
+        gates = _gate_weights(attention)
+        weight, bias = _concatenate(qkv + (gates if down is None else [_weight(down)]))
+        self.linear = context.linear(weight, bias, norm)
+        self.packed = context.buffer(len(weight))
+        self.heads: list[PackedHeads] = []
+        start = 0
+        for part in projections:
+            self.heads.append(PackedHeads(part, self.packed, start, rotary))
+            start = self.heads[-1].end
+        self.gate_input, self.gate_linear = self.packed[:, start:], None
+        self.logits = self.gate_input
+        if down is not None:
+            self.gate_linear = context.linear(*_concatenate(gates))
+            self.logits = context.buffer(sum(len(weight) for weight, _ in gates))
+        self.mix_logit: Tensor | None = None
+        if attention.mix is not None:
+            follows_token = attention.mix.from_token is not None
+            logit = attention.mix.logit.detach()
+            self.mix_logit = self.logits[:, -len(logit) :] if follows_token else logit
+
+    def step(self, hidden: Tensor, sums: NormSums) -> None:
+        """Compute everything from hidden [B,D] and the norm sums of its rows."""
+        self.linear(hidden, self.packed, sums=sums)
+        if self.gate_linear is not None:
+            self.gate_linear(self.gate_input, self.logits)
+        for heads in self.heads:
+            heads.prepared = None
+
+
 class DecodeRecurrence:
-    """The state of a rule and its update from the packed buffer.
+    """The state of a rule and its update from a layer's inputs.
 
     `fused`: the kernel also rotates, normalizes to unit length and scales. Otherwise torch prepares queries and keys
     with the layer's modules."""
 
-    def __init__(
-        self, rule: RecurrentAttention, context: DecodeContext, packed: Tensor, rotary: RotaryEmbedding | None
-    ) -> None:
+    def __init__(self, rule: RecurrentAttention, context: DecodeContext, inputs: LayerInputs) -> None:
         self.rule, self.config = rule, rule.config
         self.kernels, self.overlap = context.kernels, context.overlap
-        self.heads = PackedHeads(rule.projections, packed, 0, rotary)
-        batch, states, d = self.heads.v.shape
-        self.gate_logits, start = [], self.heads.end
+        self.heads = inputs.heads[0]
+        (batch, kv_heads, d), states = self.heads.v.shape, rule.states
+        self.states_per_key = states // kv_heads
+        self.gate_logits, start = [], 0
         for name, width in RULES[self.config.rule].gates.items():
-            end = start + rule.gates[name].out_features
-            logits, start = packed[:, start:end], end
+            linear: Any = rule.gates[name]
+            end = start + linear.out_features
+            logits, start = inputs.logits[:, start:end], end
             self.gate_logits.append(logits if width == "1" else logits.unflatten(1, (states, -1)))
         dtype = torch.promote_types(context.dtype, torch.float32)
         rows = d + self.config.normalizes_attention
         self.state = torch.zeros(batch, states, rows, self.config.m, dtype=dtype, device=context.device)
-        self.y = context.buffer(rule.projections.heads, d)
+        self.y = context.buffer(self.heads.q.shape[1], d)
         self.no_feature_map = type(rule.feature_map) is Identity
-        plain = self.no_feature_map and not self.config.normalizes_sum and rule.projections.q_norm is None
+        plain = self.no_feature_map and not self.config.normalizes_sum and self.heads.projections.q_norm is None
         self.fused = context.kernels and plain
 
     def step(self) -> Tensor:
         """Update the state with the current token and return y [B,H,d]."""
         heads, normalize = self.heads, self.config.normalizes_attention
-        q, k = (heads.q, heads.k) if self.fused else self._features()
-        arguments = (self.config.rule, self.state, q, k, heads.v, self.gate_logits)
+        q, k, v = (heads.q, heads.k, heads.v) if self.fused else self._features()
+        arguments = (self.config.rule, self.state, q, k, v, self.gate_logits)
         if not self.kernels:
             y = step_torch(*arguments, normalize)
         else:
@@ -342,8 +429,10 @@ class DecodeRecurrence:
             y = self.y
         return y if self.rule.output_norm is None else self.rule.output_norm(y)
 
-    def _features(self) -> tuple[Tensor, Tensor]:
-        q, k = self.heads.normed_and_rotated()
+    def _features(self) -> tuple[Tensor, Tensor, Tensor]:
+        (q, k), v = self.heads.normed_and_rotated(), self.heads.v
+        if self.states_per_key > 1:
+            k, v = (x.repeat_interleave(self.states_per_key, dim=1) for x in (k, v))
         if not self.no_feature_map:
             q, k = (self.rule.feature_map(x[:, None])[:, 0] for x in (q, k))
         if self.config.normalizes_sum:
@@ -352,25 +441,22 @@ class DecodeRecurrence:
             q, k = unit_normalize(q), unit_normalize(k)
         if self.rule.key_scale is not None:
             k = k * self.rule.key_scale.to(k.dtype)
-        return q, k
+        return q, k, v
 
     def set_slot(self, slot: int, layer: Any, lengths: Tensor) -> None:
         """Overwrite a slot with the state of one sequence, from that layer's cache."""
         self.state[slot].copy_(layer.tensors["state"][0])
 
+    def get_slot(self, slot: int, layer: Any, lengths: Tensor) -> None:
+        """Write the state of a slot to a layer's cache."""
+        layer.put("state", self.state[slot : slot + 1])
+
 
 class DecodeWindow:
     """Softmax attention to the first n and the last w tokens, whose keys and values are in ring buffers."""
 
-    def __init__(
-        self,
-        local: LocalAttention,
-        context: DecodeContext,
-        packed: Tensor,
-        start: int,
-        rotary: RotaryEmbedding | None,
-    ) -> None:
-        self.heads, self.softcap = PackedHeads(local.projections, packed, start, rotary), local.softcap
+    def __init__(self, local: LocalAttention, context: DecodeContext, inputs: LayerInputs) -> None:
+        self.heads, self.softcap = inputs.heads[-1], local.softcap
         self.positions, self.overlap = context.positions, context.overlap
         self.width, self.sinks = local.sinks + local.window, local.sinks
         _, kv_heads, d = self.heads.v.shape
@@ -420,15 +506,30 @@ class DecodeWindow:
         past = layer.get_all(WindowCache)
         self._write(slot, past.k[0].transpose(0, 1), past.v[0].transpose(0, 1), lengths)
 
-    def _write(self, slot: int, keys: Tensor, values: Tensor, lengths: Tensor) -> None:
-        """Keys and values [Hkv,N,d] of the first n and then the last tokens of a sequence of `lengths` [1] tokens; of
-        the last N if it is no longer than that."""
-        count = keys.shape[1]
+    def get_slot(self, slot: int, layer: Any, lengths: Tensor) -> None:
+        """Write the last keys and values of a slot, whose sequence has `lengths` [1] tokens, to a layer's cache."""
+        tokens = self._cached_tokens(cached_tokens(self.width - self.sinks, self.sinks), lengths)
+        exists = tokens >= 0
+        k, v = (x.masked_fill(~exists[:, None], 0).transpose(0, 1)[None] for x in self._read(slot, tokens))
+        layer.put_all(WindowCache(k, v, exists[None]))
+
+    def _cached_tokens(self, count: int, lengths: Tensor) -> Tensor:
+        """The positions [N] of the first n and then the last tokens, N = `count` in all, of a sequence of `lengths` [1]
+        tokens; of the last N if it is no longer than that. Those of tokens that do not exist are negative."""
         index = torch.arange(count, device=lengths.device)
         is_sink = (index < self.sinks) & (lengths > count)
-        places = ring_place(torch.where(is_sink, index, lengths - count + index), self.width, self.sinks)
+        return torch.where(is_sink, index, lengths - count + index)
+
+    def _write(self, slot: int, keys: Tensor, values: Tensor, lengths: Tensor) -> None:
+        """Store keys and values [Hkv,N,d] of a sequence of `lengths` [1] tokens."""
+        places = ring_place(self._cached_tokens(keys.shape[1], lengths), self.width, self.sinks)
         self.keys[slot].index_copy_(1, places, keys)
         self.values[slot].index_copy_(1, places, values)
+
+    def _read(self, slot: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values [Hkv,N,d] of tokens [N]."""
+        places = ring_place(tokens, self.width, self.sinks)
+        return self.keys[slot].index_select(1, places), self.values[slot].index_select(1, places)
 
 
 class DecodeAttention(DecodeWindow):
@@ -442,6 +543,16 @@ class DecodeAttention(DecodeWindow):
     def set_slot(self, slot: int, layer: Any, lengths: Tensor) -> None:
         """Overwrite a slot with the keys and values of one sequence of `lengths` [1] tokens."""
         self._write(slot, layer.keys[0] * self.key_scale, layer.values[0], lengths)
+
+    def get_slot(self, slot: int, layer: Any, lengths: Tensor) -> None:
+        """Write the keys and values of a slot, whose sequence has `lengths` [1] tokens, to a layer's cache."""
+        seen = int(lengths)
+        count = min(seen, layer.sliding_window - 1) if layer.is_sliding else seen
+        keys, values = self._read(slot, self._cached_tokens(count, lengths))
+        put_keys_or_values(layer, "keys", (keys / self.key_scale)[None])
+        put_keys_or_values(layer, "values", values[None])
+        if layer.is_sliding:
+            layer.cumulative_length = seen
 
 
 class DecodeBlock:
@@ -462,21 +573,14 @@ class DecodeBlock:
         converted = isinstance(original, FastWeightsAttention)
         attention: Any = original if converted else _as_window(family, original, config, index, context.max_length)
 
-        weight, bias, rule_width = _pack_projections(attention)
-        self.in_proj = context.linear(weight, bias, _norm(block.get_submodule(parts.norm)))
-        self.packed = context.buffer(len(weight))
+        self.inputs = LayerInputs(attention, context, _norm(block.get_submodule(parts.norm)), rotary)
         self.recurrence: DecodeRecurrence | None = None
         if attention.rule is not None:
-            self.recurrence = DecodeRecurrence(attention.rule, context, self.packed, rotary)
+            self.recurrence = DecodeRecurrence(attention.rule, context, self.inputs)
         self.window: DecodeWindow | None = None
         if attention.window is not None:
             kind, source = (DecodeWindow, attention.window) if converted else (DecodeAttention, attention)
-            self.window = kind(source, context, self.packed, rule_width, rotary)
-        self.mix_logit: Tensor | None = None
-        if attention.mix is not None:
-            follows_token = attention.mix.from_token is not None
-            logit = attention.mix.logit.detach()
-            self.mix_logit = self.packed[:, -len(logit) :] if follows_token else logit
+            self.window = kind(source, context, self.inputs)
         self.out_proj = context.linear(*_weight(attention.o_proj))
 
         self._pack_mlp(context, parts, block, config)
@@ -504,7 +608,7 @@ class DecodeBlock:
 
     def step(self, hidden: Tensor, sums: NormSums) -> None:
         """Update hidden [B,D] and the norm sums of its rows in place."""
-        self.in_proj(hidden, self.packed, sums=sums)
+        self.inputs.step(hidden, sums)
         if self.parallel:
             mlp = self.up_proj(hidden, self.mlp_hidden, sums=sums)
         self._add(hidden, sums, self.out_proj, self._attend().flatten(1), self.out_norms[0])
@@ -515,7 +619,7 @@ class DecodeBlock:
     def _attend(self) -> Tensor:
         """y [B,H,d] of the rule, of the window, or of both."""
         y = None if self.recurrence is None else self.recurrence.step()
-        y = y if self.window is None else self.window.step(y, self.mix_logit)
+        y = y if self.window is None else self.window.step(y, self.inputs.mix_logit)
         assert y is not None
         return y
 
@@ -555,21 +659,22 @@ def _as_window(
     return layer.to(weight.device, weight.dtype).requires_grad_(False)
 
 
-def _pack_projections(attention: FastWeightsAttention) -> tuple[Tensor, Tensor | None, int]:
-    """One weight and bias for all projections of a layer's input, and how many of its rows are the rule's."""
-    linears: list[Any] = []
+def _gate_weights(attention: FastWeightsAttention) -> list[tuple[Tensor, Tensor | None]]:
+    """Weights and biases of a layer's gates, in the rule's order, and of a mix that follows the token."""
+    pairs: list[tuple[Tensor, Tensor | None]] = []
     if attention.rule is not None:
-        linears += [*_qkv_linears(attention.rule.projections), *attention.rule.gates.values()]
-    rule_width = sum(linear.out_features for linear in linears)
-    if attention.window is not None:
-        linears += _qkv_linears(attention.window.projections)
-    pairs = [_weight(linear) for linear in linears]
+        pairs += [_weight(linear) for linear in attention.rule.gates.values()]
     if attention.mix is not None and attention.mix.from_token is not None:
         pairs.append((_weight(attention.mix.from_token)[0], attention.mix.logit.detach()))
+    return pairs
+
+
+def _concatenate(pairs: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
+    """Weights and biases of linear layers with the same input as one layer's."""
     bias = None
     if any(bias is not None for _, bias in pairs):
         bias = torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in pairs])
-    return torch.cat([weight for weight, _ in pairs]), bias, rule_width
+    return torch.cat([weight for weight, _ in pairs]), bias
 
 
 def _qkv_linears(projections: Projections) -> list[Any]:

@@ -23,12 +23,12 @@ from fastweights.loading import load, load_tokenizer
 from fastweights.model_paths import new_model_folder
 from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.families import family_of
-from fastweights.modeling.layer import FastWeightsAttention
+from fastweights.modeling.layer import FastWeightsAttention, converted_layers
 from fastweights.modeling.modes import autocast, evaluating
 from fastweights.results import LayerRanking, RankedLayer
 from fastweights.training.chunked_loss import LossConfig, head_loss, head_of
-from fastweights.training.losses import Batch, converted_layers, hidden_of, next_tokens
-from fastweights.training.output_fit import fit_outputs
+from fastweights.training.losses import Batch, hidden_of, next_tokens
+from fastweights.training.output_fit import fit_outputs, fitted_tensors
 from fastweights.training.teacher import load_teacher, sizes_of
 from fastweights.training.trainer import split
 from fastweights.utils.errors import Argument, FastWeightsError
@@ -174,19 +174,20 @@ def _check_fit(projections: Sequence[Any], tokens: int) -> None:
 
 @contextmanager
 def _fitted(student: Any, teacher: Any, batches: Sequence[Batch]) -> Iterator[None]:
-    """Temporarily fit the output projections to the attention of the teacher, on the first of the batches."""
-    projections = [layer.o_proj for layer in converted_layers(student).values()] if batches else []
-    before = [{name: x.clone() for name, x in projection.state_dict().items()} for projection in projections]
+    """Temporarily fit the layers to the attention of the teacher, on the first of the batches."""
+    tensors = fitted_tensors(student) if batches else []
+    before = [tensor.detach().clone() for tensor in tensors]
     try:
         if batches:
+            projections = [layer.o_proj for layer in converted_layers(student).values()]
             _check_fit(projections, sum(batch["input_ids"].numel() for batch in batches))
             needed = math.ceil(FIT_TOKENS / batches[0]["input_ids"].numel())
             with autocast(student.device):
                 fit_outputs(student, teacher, (_on_device(b, student.device) for b in batches[:needed]), "full")
         yield
     finally:
-        for projection, tensors in zip(projections, before, strict=True):
-            projection.load_state_dict(tensors)
+        for tensor, value in zip(tensors, before, strict=True):
+            tensor.detach().copy_(value)
 
 
 @contextmanager

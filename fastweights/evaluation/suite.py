@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-from fastweights.evaluation.checks import check_measures
+from fastweights.evaluation.checks import EvaluationError, check_measures
 from fastweights.evaluation.lm_eval import check_tasks, run_tasks
 from fastweights.evaluation.perplexity import check_windows, perplexity, perplexity_by_position
 from fastweights.evaluation.recall import ordinary_tokens, recall_probe
+from fastweights.modeling import modes
 from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.description import describe
 from fastweights.modeling.positions import check_length
@@ -32,6 +34,7 @@ def evaluate(
     recall: bool = False,
     recall_samples: int = 64,
     by_position: bool = False,
+    without_window: bool = False,
     position_length: int | None = None,
     limit: int | None = None,
     task_folder: str | os.PathLike | None = None,
@@ -48,6 +51,8 @@ def evaluate(
         tasks: Names of lm-eval tasks.
         recall: Whether to run the recall probe, with `recall_samples` sequences for each distance.
         by_position: Whether to measure loss by position, in windows of `position_length` tokens (by default `length`).
+        without_window: Whether to measure every converted model once more, with the window of its layers left out: how
+            good its states are alone.
         limit: Items of each task, at most.
         task_folder: Folder with the data of the tasks; by default lm-eval downloads them.
         batch_size: Windows or sequences in a forward pass.
@@ -65,7 +70,7 @@ def evaluate(
     position_length = length if position_length is None else position_length
     if tasks:
         check_tasks(tasks, task_folder)
-    _check_models(models, length, contexts if data else (), position_length if by_position else None)
+    _check_models(models, length, contexts if data else (), position_length if by_position else None, without_window)
     batches: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
     measures: dict[str, Measure] = {}
     if data:
@@ -88,7 +93,11 @@ def evaluate(
         measures["tasks"] = lambda model, tokenizer: run_tasks(
             model, tokenizer, tasks, task_folder=task_folder, limit=limit, **batches
         )
-    measured = [_measure(name, *models[name], measures) for name in models]
+    measured = []
+    for name, (model, tokenizer) in models.items():
+        measured.append(_measure(name, model, tokenizer, measures))
+        if without_window and isinstance(model, FastWeightsMixin):
+            measured.append(_measure(name, model, tokenizer, measures, without_window=True))
     settings = {"length": length, "contexts": list(contexts), "batch_size": batch_size}
     settings |= {"position_length": position_length} if by_position else {}
     settings |= {"tasks": list(tasks), "limit": limit, "local_files": task_folder is not None} if tasks else {}
@@ -96,7 +105,11 @@ def evaluate(
 
 
 def _check_models(
-    models: Mapping[str, tuple[Any, Any]], length: int, contexts: Sequence[int], position_length: int | None
+    models: Mapping[str, tuple[Any, Any]],
+    length: int,
+    contexts: Sequence[int],
+    position_length: int | None,
+    without_window: bool,
 ) -> None:
     """Check windows and positions of all models, before the first one is measured."""
     for name, (model, _) in models.items():
@@ -105,6 +118,21 @@ def _check_models(
                 check_windows(model, length, context)
             if position_length is not None:
                 check_length(model, position_length, Argument("position_length"))
+    if without_window:
+        _check_without_window({name: model for name, (model, _) in models.items()})
+
+
+def _check_without_window(models: Mapping[str, Any]) -> None:
+    """Refuse converted models that have no window beside a state, and an evaluation without any converted model."""
+    flag, converted = Argument("without_window"), 0
+    for name, model in models.items():
+        if isinstance(model, FastWeightsMixin):
+            converted += 1
+            reason = modes.no_window_reason(model)
+            if reason is not None:
+                raise EvaluationError(flag, f": {name} {reason}: it can be measured only as it is")
+    if not converted:
+        raise EvaluationError(flag, f": {', '.join(models)}: no model is converted, so none has a window to leave out")
 
 
 def scored_tokens(models: Sequence[EvaluatedModel]) -> int:
@@ -123,11 +151,15 @@ def _recall(model: Any, tokenizer: Any, **options: Any) -> Any:
         return recall_probe(model, vocabulary=vocabulary, bos=bos, **options)
 
 
-def _measure(name: str, model: Any, tokenizer: Any, measures: Mapping[str, Measure]) -> EvaluatedModel:
-    started = time.perf_counter()
-    with error_context(f"{name}: "):
+def _measure(
+    name: str, model: Any, tokenizer: Any, measures: Mapping[str, Measure], without_window: bool = False
+) -> EvaluatedModel:
+    started, facts = time.perf_counter(), _facts(model)
+    if without_window:  # its cache is the model's own, and shown there
+        name, facts = f"{name} without the window", facts | {"cache": None, "without_window": True}
+    with error_context(f"{name}: "), modes.without_window(model) if without_window else nullcontext():
         found = {measure: run(model, tokenizer) for measure, run in measures.items()}
-    return EvaluatedModel(name=name, **_facts(model), **found, seconds=round(time.perf_counter() - started, 2))
+    return EvaluatedModel(name=name, **facts, **found, seconds=round(time.perf_counter() - started, 2))
 
 
 def _facts(model: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Stati
 
 from fastweights.config import FastWeightsConfig
 from fastweights.modeling.state_file import StateError
-from fastweights.modeling.state_format import read_state, write_state
+from fastweights.modeling.state_format import LOGITS, read_state, write_state
 from fastweights.utils.errors import Argument
 
 # A mask has an element for every token that a state has seen: 8 bytes each.
@@ -105,6 +105,15 @@ class StateLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length
 
 
+class Counts(NamedTuple):
+    """What a state has seen. `seen` [] counts positions, `lengths` [B] the real tokens of each row; `fingerprint` [B]
+    is a digest of all tokens, None if some were given as embeddings."""
+
+    seen: Tensor
+    lengths: Tensor | None
+    fingerprint: Tensor | None
+
+
 class FastWeightsCache(Cache):
     """The cache of a converted model: what it returns and takes as `past_key_values`.
 
@@ -125,9 +134,7 @@ class FastWeightsCache(Cache):
         layers = [StateLayer() if settings.converts(i) else layer for i, layer in enumerate(attention)]
         super().__init__(layers=layers)
         self.is_static = max_cache_len is not None
-        # `seen` [] counts positions, `lengths` [B] the real tokens of each row; `fingerprint` [B] is a digest of all
-        # tokens, None if some were given as embeddings. They are tensors, so that a compiled step is not compiled again
-        # at every token.
+        # See `Counts`. They are tensors, so that a compiled step is not compiled again at every token.
         with torch.inference_mode(False):
             self.seen = torch.zeros((), dtype=torch.long)
         self.lengths: Tensor | None = None
@@ -137,6 +144,15 @@ class FastWeightsCache(Cache):
     def attention_layers(self) -> list[int]:
         """Indices of the layers that remain attention."""
         return [i for i, layer in enumerate(self.layers) if not isinstance(layer, StateLayer)]
+
+    @property
+    def counts(self) -> Counts:
+        """A copy of what was counted so far."""
+        return Counts(*(None if x is None else x.clone() for x in (self.seen, self.lengths, self.fingerprint)))  # type: ignore[arg-type]
+
+    @counts.setter
+    def counts(self, counts: Counts) -> None:
+        self.seen, self.lengths, self.fingerprint = (None if x is None else x.clone() for x in counts)  # type: ignore[assignment]
 
     def advance(self, tokens: Tensor, mask: Tensor | None) -> None:
         """Count tokens [B,T], or embeddings [B,T,D], that all layers have processed. mask [B,T]: the real ones."""
@@ -288,8 +304,17 @@ class FastWeightsCache(Cache):
         layers = [self.layers[i] for i in self.attention_layers]
         return sum(t.nbytes for layer in layers for t in (layer.keys, layer.values) if t is not None)
 
-    def save(self, path: str | os.PathLike, model: nn.Module) -> None:
-        """Write the state to a safetensors file. It can be loaded only for the same model."""
+    def to(self, device: torch.device) -> FastWeightsCache:
+        """Return this state on a device: itself if it is there, else a copy."""
+        held = [x for layer in self.layers for x in (*vars(layer).values(), *getattr(layer, "tensors", {}).values())]
+        held = [x for x in (*held, self.lengths, self.fingerprint) if isinstance(x, Tensor) and x.device != device]
+        if not held:
+            return self
+        moved = {id(x): x.detach().to(device) for x in held}
+        return copy.deepcopy(self, moved | {id(self.seen): self.seen.cpu()})
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        """All tensors of the state, by their names in a file."""
         tensors = {"seen": self.seen, "lengths": torch.zeros(0) if self.lengths is None else self.lengths}
         if self.fingerprint is not None:
             tensors["fingerprint"] = self.fingerprint
@@ -298,24 +323,17 @@ class FastWeightsCache(Cache):
             tensors |= {f"{i}.{name}": value for name, value in held.items() if value is not None}
             if hasattr(layer, "cumulative_length"):
                 tensors[f"{i}.cumulative_length"] = torch.as_tensor(layer.get_seq_length())
-        write_state(path, tensors, model)
+        return tensors
 
-    @classmethod
-    def load(cls, path: str | os.PathLike, model: Any) -> FastWeightsCache:
-        """Read a state that `save` wrote for this model.
-
-        Raises:
-            StateError: the file is damaged, or does not hold exactly the tensors that the model's states have.
-        """
-        cache = cls(model.config)
-        tensors = read_state(Path(path), model, cache)
-        device = model.device
-        cache.seen, lengths = tensors.pop("seen"), tensors.pop("lengths")
-        cache.lengths = lengths.to(device) if len(lengths) else None
-        cache.fingerprint = tensors.pop("fingerprint").to(device) if "fingerprint" in tensors else None
+    def set_tensors(self, tensors: dict[str, Tensor], model: Any) -> None:
+        """Fill an empty state of `model` with the tensors of a file, in the model's dtype and on its device."""
+        device, tensors = model.device, dict(tensors)
+        self.seen, lengths = tensors.pop("seen"), tensors.pop("lengths")
+        self.lengths = lengths.to(device) if len(lengths) else None
+        self.fingerprint = tensors.pop("fingerprint").to(device) if "fingerprint" in tensors else None
         for name, value in tensors.items():
             index, _, field = name.partition(".")
-            layer = cache.layers[int(index)]
+            layer = self.layers[int(index)]
             if value.is_floating_point():
                 dtype = model.dtype if field != "state" else torch.promote_types(model.dtype, torch.float32)
                 value = value.to(dtype)
@@ -324,11 +342,32 @@ class FastWeightsCache(Cache):
             elif field == "cumulative_length":
                 if hasattr(layer, field):
                     layer.cumulative_length = int(value)
-            else:
-                if not layer.is_initialized:
-                    layer.lazy_initialization(value.to(device), value.to(device))
-                setattr(layer, field, value.to(device))  # keys or values: `read_state` lets no other name through
+            else:  # keys or values: `state_format` lets no other name through
+                put_keys_or_values(layer, field, value.to(device))
+
+    def save(self, path: str | os.PathLike, model: nn.Module) -> None:
+        """Write the state to a safetensors file. It can be loaded only for the same model."""
+        write_state(path, self.named_tensors(), model)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike, model: Any) -> FastWeightsCache:
+        """Read a state that `save` wrote for this model. Logits in the file are ignored.
+
+        Raises:
+            StateError: the file is damaged, or does not hold exactly the tensors that the model's states have.
+        """
+        cache = cls(model.config)
+        tensors = read_state(Path(path), model, cache)
+        tensors.pop(LOGITS, None)
+        cache.set_tensors(tensors, model)
         return cache
+
+
+def put_keys_or_values(layer: Any, name: str, value: Tensor) -> None:
+    """Overwrite the keys or the values [B,H,n,d] of a dynamic cache's attention layer."""
+    if not layer.is_initialized:
+        layer.lazy_initialization(value, value)
+    setattr(layer, name, value)
 
 
 def _fingerprint(tokens: Tensor, start: Tensor) -> Tensor:

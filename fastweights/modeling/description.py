@@ -104,9 +104,14 @@ def summarize(described: Description) -> dict[str, str]:
     return model | {
         **settings,
         "layers converted": f"{len(described.converted)} of {described.layers}{indices}",
-        "parameters": f"{described.parameters:,} ({described.added_parameters:+,} against the base model)",
+        "parameters": f"{described.parameters:,} ({_added_text(described)} against the base model)",
         "state": f"{described.state_bytes:,} bytes, at any context length",
     }
+
+
+def _added_text(described: Description) -> str:
+    share = described.added_parameters / described.base_parameters
+    return f"{described.added_parameters:+,} or {share:+.1%}"
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,27 @@ import torch
 from torch import Tensor, nn
 
 from fastweights.modeling.families import AttentionWeights
-from fastweights.modeling.layer import AttentionShape, FastWeightsAttention, HeadNorm, Projections, RecurrentAttention
+from fastweights.modeling.layer import (
+    AttentionShape,
+    FastWeightsAttention,
+    HeadNorm,
+    Projections,
+    RecurrentAttention,
+    rotary_pair_count,
+    sums_values,
+)
 
 ADD_VALUE_SCALE = 1 / 512
 DELTA_GATE = 0.007
+# By trial on the packaged model, together with UNIT_WINDOW_SHARE below.
 GATED_DELTA_GATE = 0.5
-# With gate_init="log", the value gate remembers this many times longer than the slowest key gate.
+# With log-spaced key gates, the value gate remembers this many times longer than the slowest key gate.
 OPEN_GATE_FACTOR = 4
-# Initial share of the window in the mix with the rule; see the experiment log.
-WINDOW_SHARE = 0.98
+# With gate_init="teacher", memory lengths reach from the teacher's distance divided by this to this many times it.
+TEACHER_SPREAD = 8
+# Initial share of the window in the mix with the rule; see the experiment log. Decay and gated start with outputs many
+# times larger than attention's. With queries and keys of unit length they are no larger; a small part learns slowly.
+WINDOW_SHARE, UNIT_WINDOW_SHARE = 0.98, 0.9
 
 
 class Factors(NamedTuple):
@@ -47,20 +59,26 @@ def initialize(layer: FastWeightsAttention, weights: AttentionWeights) -> None:
         _fill(layer.window.projections, shape, exact_factors(weights, shape, shape.kv_heads), weights)
     if layer.rule is not None:
         projections = layer.rule.projections
-        factors = query_key_factors(
-            weights, shape, projections.states, _qk_width(projections), projections.planes.shape[1], generator
-        )
-        if config.projection_init == "random":
-            factors = _random_like(factors, config.seed * 100_003 + 50_000 + layer.layer_idx)
-        _fill(projections, shape, factors, weights)
+        if projections is not None:
+            factors = query_key_factors(
+                weights, shape, projections.states, _qk_width(projections), projections.planes.shape[1], generator
+            )
+            if config.projection_init == "random":
+                factors = _random_like(factors, config.seed * 100_003 + 50_000 + layer.layer_idx)
+            _fill(projections, shape, factors, weights)
         layer.rule.feature_map.draw(generator)
-        _initialize_gates(layer.rule, generator)
+        _initialize_gates(layer.rule, shape, generator)
         if layer.rule.output_norm is not None:
             _match_value_size(layer.rule.output_norm, weights)
     if layer.mix is not None:
-        layer.mix.logit.fill_(math.log(WINDOW_SHARE / (1 - WINDOW_SHARE)))
+        share = UNIT_WINDOW_SHARE if config.normalizes_unit else WINDOW_SHARE
+        layer.mix.logit.fill_(math.log(share / (1 - share)))
         if layer.mix.from_token is not None:
             layer.mix.from_token.weight.zero_()
+    if layer.gate_down is not None:
+        # Random, since gates start as constants: with zeros on both sides, neither would get a gradient.
+        rows = torch.randn(layer.gate_down.weight.shape, generator=generator)
+        layer.gate_down.weight.copy_(rows / shape.width**0.5)
     layer.o_proj.weight.copy_(weights.o_weight)
     if weights.o_bias is not None:
         layer.o_proj.bias.copy_(weights.o_bias)
@@ -157,6 +175,13 @@ def exact_factors(weights: AttentionWeights, shape: AttentionShape, states: int)
     q_norm = (weights.q_norm.double().cpu() * root).expand(*q.shape[:2], -1)
     k_norm = (weights.k_norm.double().cpu() * root).expand(states, -1)
     return Factors(q, k, pairs, q_norm, k_norm)
+
+
+def attention_projections(weights: AttentionWeights, shape: AttentionShape) -> Projections:
+    """The pretrained attention's own queries, keys and values; the scale of its logits is in queries and keys."""
+    projections = Projections(shape, shape.kv_heads, shape.head_dim, shape.rotary_dim // 2)
+    _fill(projections, shape, exact_factors(weights, shape, shape.kv_heads), weights)
+    return projections
 
 
 def _with_bias(weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -321,22 +346,22 @@ def log_gate(rows: int, count: int, longest: int, generator: torch.Generator) ->
     return torch.stack([steps[torch.randperm(count, generator=generator)] for _ in range(rows)])
 
 
-def _initialize_gates(rule: RecurrentAttention, generator: torch.Generator) -> None:
+def _initialize_gates(rule: RecurrentAttention, shape: AttentionShape, generator: torch.Generator) -> None:
     """Set the gates. They start independent of the token, and values or keys are scaled so that the first steps do not
     overflow.
     """
-    config, projections = rule.config, rule.projections
-    states, d = projections.states, projections.v_proj.out_features // projections.states
-    log = config.gate_init == "log"
+    config, states, d = rule.config, rule.states, shape.head_dim
+    log = config.spreads_gates
     if config.rule == "decay":
-        f = _key_gates(rule, generator)
+        f = _key_gates(rule, shape, generator)
         z = uniform_gate((states, d), d, generator)
         if log:
             z = torch.full((states, d), math.log(OPEN_GATE_FACTOR * config.train_length))
             assert rule.key_scale is not None
             rule.key_scale.copy_((-f).sigmoid())
         else:
-            _scale_rows(projections.v_proj, (-z).sigmoid())
+            assert rule.projections is not None
+            _scale_rows(rule.projections.v_proj, (-z).sigmoid())
         _set_bias(rule, "f", f)
         _set_bias(rule, "z", z)
     elif config.rule == "gated":
@@ -345,21 +370,26 @@ def _initialize_gates(rule: RecurrentAttention, generator: torch.Generator) -> N
     elif config.rule == "delta":
         _set_bias(rule, "g", torch.full((states,), math.log(DELTA_GATE / (1 - DELTA_GATE))))
     elif config.rule == "gated_delta":
-        _set_bias(rule, "f", _key_gates(rule, generator))
+        _set_bias(rule, "f", _key_gates(rule, shape, generator))
         _set_bias(rule, "g", torch.full((states,), math.log(GATED_DELTA_GATE / (1 - GATED_DELTA_GATE))))
-    elif config.rule == "add" and config.feature_map == "none" and not config.normalizes_attention:
-        _scale_rows(projections.v_proj, torch.tensor(ADD_VALUE_SCALE))
+    elif sums_values(config):
+        if rule.projections is not None:
+            _scale_rows(rule.projections.v_proj, torch.tensor(ADD_VALUE_SCALE))
+        else:
+            assert rule.key_scale is not None
+            rule.key_scale.fill_(ADD_VALUE_SCALE)
 
 
-def _key_gates(rule: RecurrentAttention, generator: torch.Generator) -> Tensor:
+def _key_gates(rule: RecurrentAttention, shape: AttentionShape, generator: torch.Generator) -> Tensor:
     """Logits [S,m] of the key gates. The two elements of a rotary pair start with one gate.
 
     RoPE mixes the two elements. With one gate for both, a key that is scaled by how long its gate remembers is in fact
     remembered for that long.
     """
-    config, pairs = rule.config, rule.projections.planes.shape[1] if rule.config.feature_map == "none" else 0
-    states, count = rule.projections.states, config.m - pairs
-    if config.gate_init == "log":
+    config, states = rule.config, rule.states
+    pairs = rotary_pair_count(shape, config) if config.feature_map == "none" else 0
+    count = config.m - pairs
+    if config.spreads_gates:
         f = log_gate(states, count, config.train_length, generator)
     else:
         f = uniform_gate((states, count), config.m, generator)
@@ -385,3 +415,34 @@ def _match_value_size(norm: HeadNorm, weights: AttentionWeights) -> None:
     """Let the normed output start as large as the values that it is made of."""
     size = _rms(_with_bias(weights.v_weight, weights.v_bias))
     norm.weight.copy_(size.repeat_interleave(norm.weight.shape[0] // size.shape[0], dim=0).expand_as(norm.weight))
+
+
+@torch.no_grad()
+def set_memory_lengths(layer: FastWeightsAttention, distances: Tensor) -> None:
+    """Spread the memory lengths of each state's forget gates around a distance, as gate_init="teacher" asks for.
+
+    Args:
+        layer: a converted layer with log-spaced gates that have not been trained.
+        distances: how far back each state has to remember, [S], in tokens. 0: its gates stay as they are.
+    """
+    rule = layer.rule
+    assert rule is not None
+    gate, longest = "f" if "f" in rule.gates else "g", layer.config.train_length
+    linear: Any = rule.gates[gate]
+    before = linear.bias.view(len(distances), -1)
+    known, distances = (distances > 0)[:, None], distances[:, None].to(before).clamp(1, longest)
+    # Where each gate is in its row, from 0 to 1: the order stays, and so do pairs of equal gates.
+    low, high = before.amin(1, keepdim=True), before.amax(1, keepdim=True)
+    place = torch.where(high > low, (before - low) / (high - low).clamp(min=1e-12), 0.5)
+    shortest, most = (distances / TEACHER_SPREAD).clamp(min=1), (distances * TEACHER_SPREAD).clamp(max=longest)
+    length = torch.lerp(shortest.log(), most.log(), place) if gate == "f" else distances.log()
+    logits = torch.where(known, length, before)
+    _set_bias(rule, gate, logits)
+    if rule.key_scale is not None:
+        rule.key_scale.copy_((-logits).sigmoid())
+
+
+def gates_are_trained(rule: RecurrentAttention) -> bool:
+    """Whether gates depend on the token, as they never do at the start."""
+    gates: Any = rule.gates.values()
+    return any(bool(linear.weight.any()) for linear in gates)

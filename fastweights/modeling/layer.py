@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from fastweights import ops
-from fastweights.config import LOCAL, FastWeightsConfig
+from fastweights.config import LOCAL, ConfigError, FastWeightsConfig
 from fastweights.modeling.window import WindowCache, local_attention
 from fastweights.rules import RULES
 from fastweights.rules.feature_maps import MAPS, input_width, sum_normalize, unit_normalize
+from fastweights.utils.errors import Argument
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class HeadNorm(nn.Module):
 class OutputMix(nn.Module):
     """Mix of the outputs of rule and window: sigmoid(logit) of the window for each head, the rest of the rule.
 
-    With `width`, a linear map of the layer's input [B,T,width] is added to the logit, so that the share follows the
+    With `width`, a linear map of the gates' input [B,T,width] is added to the logit, so that the share follows the
     token. A module of its own, so that peft can train and save it.
     """
 
@@ -183,8 +184,7 @@ class LocalAttention(nn.Module):
         self.window, self.sinks, self.softcap = window, sinks, shape.softcap
         self.projections = Projections(shape, shape.kv_heads, shape.head_dim, shape.rotary_dim // 2)
 
-    def forward(self, x: Tensor, rotary: Any, info: SequenceInfo, layer_cache: Any) -> Tensor:
-        q, k, v = self.projections(x, rotary)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, info: SequenceInfo, layer_cache: Any) -> Tensor:
         past = None if layer_cache is None else layer_cache.get_all(WindowCache)
         y, past = local_attention(q, k, v, self.window, past, info.mask, info.reset, self.softcap, self.sinks)
         if layer_cache is not None:
@@ -193,30 +193,35 @@ class LocalAttention(nn.Module):
 
 
 class RecurrentAttention(nn.Module):
-    """An update rule with its projections, feature map and gates."""
+    """An update rule with its projections (None: the window's), feature map and gates."""
 
     key_scale: Tensor | None
 
     def __init__(self, shape: AttentionShape, config: FastWeightsConfig) -> None:
         super().__init__()
         self.config = config
-        states = shape.heads if config.state_heads == "query" else shape.kv_heads
-        width = input_width(str(config.feature_map), config.m, shape.head_dim)
-        self.projections = Projections(shape, states, width, rotary_pair_count(shape, config))
+        self.states = states = shape.heads if config.state_heads == "query" else shape.kv_heads
+        self.projections: Projections | None = None
+        if not config.shares_projections:
+            width = input_width(str(config.feature_map), config.m, shape.head_dim)
+            self.projections = Projections(shape, states, width, rotary_pair_count(shape, config))
         self.feature_map = MAPS[str(config.feature_map)](states, config.m, shape.head_dim)
         gate_widths = {"m": config.m, "d": shape.head_dim, "1": 1}
         self.gates = nn.ModuleDict(
             {
-                name: nn.Linear(shape.width, states * gate_widths[width])
+                name: nn.Linear(config.gate_rank or shape.width, states * gate_widths[width])
                 for name, width in RULES[config.rule].gates.items()
             }
         )
         self.output_norm = HeadNorm(shape.heads, shape.head_dim) if config.output_norm else None
         self.register_buffer("key_scale", torch.ones(states, config.m) if scales_keys(config) else None)
 
-    def forward(self, x: Tensor, rotary: Any, info: SequenceInfo, layer_cache: Any) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, gate_input: Tensor, info: SequenceInfo, layer_cache: Any
+    ) -> Tensor:
         config = self.config
-        q, k, v = self.projections(x, rotary)
+        if k.shape[2] < self.states:  # the window's, of which several states use one
+            k, v = (x.repeat_interleave(self.states // k.shape[2], dim=2) for x in (k, v))
         q, k = self.feature_map(q), self.feature_map(k)
         if config.normalizes_sum:
             q, k = sum_normalize(q), sum_normalize(k)
@@ -229,7 +234,7 @@ class RecurrentAttention(nn.Module):
             q,
             k,
             v,
-            self.gate_logits(x),
+            self.gate_logits(gate_input),
             state=None if layer_cache is None else layer_cache.get("state"),
             normalize=config.normalizes_attention,
             mask=info.mask,
@@ -239,23 +244,31 @@ class RecurrentAttention(nn.Module):
             layer_cache.put("state", state)
         return y if self.output_norm is None else self.output_norm(y)
 
-    def gate_logits(self, x: Tensor) -> tuple[Tensor, ...]:
+    def gate_logits(self, gate_input: Tensor) -> tuple[Tensor, ...]:
         """The rule's gate logits [B,T,S,m], [B,T,S,d] or [B,T,S], in the order of its gates."""
         logits = []
         for name, width in RULES[self.config.rule].gates.items():
-            logit = project(self.gates[name], x)
-            logits.append(logit if width == "1" else logit.unflatten(-1, (self.projections.states, -1)))
+            logit = project(self.gates[name], gate_input)
+            logits.append(logit if width == "1" else logit.unflatten(-1, (self.states, -1)))
         return tuple(logits)
 
 
 def scales_keys(config: FastWeightsConfig) -> bool:
     """Whether keys are multiplied by the constants `key_scale`.
 
-    With gate_init="log" gates remember for very different times, so the keys are scaled by one minus their gate. The
+    Log-spaced gates remember for very different times, so the keys are scaled by one minus their gate. The
     factor is a constant and not part of the projection: there, an optimizer's steps would be as large for the small
-    rows as for the others.
+    rows as for the others. A sum of all values starts small, too; values that are the window's cannot be scaled, but
+    the keys of the state can.
     """
-    return config.rule == "decay" and config.gate_init == "log"
+    if config.rule == "decay":
+        return config.spreads_gates
+    return config.shares_projections and sums_values(config)
+
+
+def sums_values(config: FastWeightsConfig) -> bool:
+    """Whether the rule's output grows with the number of tokens, so that it must start small."""
+    return config.rule == "add" and config.feature_map == "none" and not config.normalizes_attention
 
 
 def rotary_pair_count(shape: AttentionShape, config: FastWeightsConfig) -> int:
@@ -268,6 +281,26 @@ def rotary_pair_count(shape: AttentionShape, config: FastWeightsConfig) -> int:
     return max(1, width * shape.rotary_dim // shape.head_dim // 2) if width >= 2 else 0
 
 
+def check_sizes(shape: AttentionShape, config: FastWeightsConfig) -> None:
+    """Raise ConfigError if a setting does not fit the sizes of a model's attention."""
+    if config.shares_projections and config.m != shape.head_dim:
+        raise ConfigError(
+            Argument("projections"),
+            "='shared' needs ",
+            Argument("m"),
+            f" equal to the model's head dimension: found {config.m} and {shape.head_dim}; use ",
+            Argument("m"),
+            f"={shape.head_dim}",
+        )
+    if config.gate_rank is not None and config.gate_rank > shape.width:
+        raise ConfigError(
+            Argument("gate_rank"),
+            f"={config.gate_rank} is larger than the model's width, {shape.width}: choose a smaller one, or leave ",
+            Argument("gate_rank"),
+            " out for gates of full rank",
+        )
+
+
 class FastWeightsAttention(nn.Module):
     """Replaces a pretrained attention module and has the same call signature.
 
@@ -275,18 +308,26 @@ class FastWeightsAttention(nn.Module):
         shape: sizes of the pretrained attention.
         config: the settings of the conversion.
         layer_index: index of the layer in the model, and of its state in the cache.
+
+    Raises:
+        ConfigError: A setting does not fit the sizes.
     """
 
     def __init__(self, shape: AttentionShape, config: FastWeightsConfig, layer_index: int) -> None:
         super().__init__()
+        check_sizes(shape, config)
         self.shape, self.config, self.layer_idx = shape, config, layer_index
         self.rule = None if config.rule == LOCAL else RecurrentAttention(shape, config)
         self.window = LocalAttention(shape, shape.window(config), config.sinks) if config.window else None
         self.mix: OutputMix | None = None
         if self.rule is not None and self.window is not None:
-            self.mix = OutputMix(shape.heads, shape.width if config.mix == "token" else None)
+            self.mix = OutputMix(shape.heads, config.gate_rank or shape.width if config.mix == "token" else None)
+        # One projection for all gates and the mix: fewer parameters, and when decoding it is part of one product.
+        self.gate_down = None if config.gate_rank is None else nn.Linear(shape.width, config.gate_rank, bias=False)
         self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.width, bias=shape.out_bias)
         self.dropout = nn.Dropout(shape.dropout)
+        # [B] or [1] bool, True for rows whose window is left out (modes.without_window). None: no row.
+        self.rows_without_window: Tensor | None = None
 
     def forward(
         self,
@@ -313,11 +354,29 @@ class FastWeightsAttention(nn.Module):
         cache = past_key_values if past_key_values is not None else layer_past
         layer_cache = None if cache is None else cache.layers[self.layer_idx]
         info = fast_weights or SequenceInfo()
-        y: Tensor | None = None
-        if self.rule is not None:
-            y = self.rule(hidden_states, position_embeddings, info, layer_cache)
+        gate_input = hidden_states if self.gate_down is None else project(self.gate_down, hidden_states)
+        y = qkv = None
         if self.window is not None:
-            from_window = self.window(hidden_states, position_embeddings, info, layer_cache)
-            y = from_window if y is None or self.mix is None else self.mix(y, from_window, hidden_states)
+            qkv = self.window.projections(hidden_states, position_embeddings)
+            y = self.window(*qkv, info, layer_cache)
+        if self.rule is not None:
+            if self.rule.projections is not None:
+                qkv = self.rule.projections(hidden_states, position_embeddings)
+            assert qkv is not None
+            from_rule = self.rule(*qkv, gate_input, info, layer_cache)
+            y = from_rule if y is None else self._mix(from_rule, y, gate_input)
         assert y is not None
         return self.dropout(project(self.o_proj, y.flatten(2).to(hidden_states.dtype))), None
+
+    def _mix(self, from_rule: Tensor, from_window: Tensor, gate_input: Tensor) -> Tensor:
+        assert self.mix is not None
+        mixed = self.mix(from_rule, from_window, gate_input)
+        if self.rows_without_window is None:
+            return mixed
+        # The window is computed all the same: its cache goes on, and under DDP every parameter has a gradient.
+        return torch.where(self.rows_without_window.to(from_rule.device)[:, None, None, None], from_rule, mixed)
+
+
+def converted_layers(model: Any) -> dict[int, FastWeightsAttention]:
+    """The fast-weight layers of a model by number."""
+    return {module.layer_idx: module for module in model.modules() if isinstance(module, FastWeightsAttention)}

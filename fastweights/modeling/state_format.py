@@ -1,5 +1,8 @@
 """The format of a state file: a safetensors file of the tensors of a `FastWeightsCache`, a sample of the weights of the
 model that it belongs to, and a checksum. Everything in a file is compared with the model before it is used.
+
+A file may also hold the `logits` [V] of the next token. The server stores them, so that a text can go on without
+reading a token again.
 """
 
 from __future__ import annotations
@@ -7,12 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError, deserialize, safe_open
+from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from fastweights.modeling.families import family_of
@@ -27,15 +31,31 @@ if TYPE_CHECKING:
 # Settings that do not change what a state means: how a model was initialized, and what it refuses.
 NOT_IN_LAYOUT = ("positions", "seed", "train_length", "projection_init")
 # Settings that earlier versions did not have, at what those versions did: states of such models still load.
-AS_BEFORE = {"mix": "constant", "sinks": 0}
+AS_BEFORE = {"mix": "constant", "sinks": 0, "projections": "own", "gate_rank": None}
 FILE_KIND = "fastweights-state-1"
 # Metadata of a state file. Files of earlier versions have no checksum.
 KIND, MODEL, CHECKSUM = "kind", "model", "sha256"
+# The name of the tensor that only some files have.
+LOGITS = "logits"
+# Bytes of the names and shapes in a file that comes from outside. A model of 100 layers needs 40 KB.
+MAX_HEADER = 2**20
 FLOATS = ("F64", "F32", "BF16", "F16")
 # Two samples of one model's weights differ at most by rounding to bfloat16, about 1e-3.
 SAME_WEIGHTS = 4e-3
 # The dtypes that a tensor of a file may have, and its shape (None: any size).
 Expected = tuple[tuple[str, ...], tuple[int | None, ...]]
+
+
+class Identity(NamedTuple):
+    """What a file says about the model that its state belongs to."""
+
+    layout: str
+    samples: list[Tensor]
+
+
+def identify(model: nn.Module) -> Identity:
+    """The identity of a model with its present weights."""
+    return Identity(layout(model), weight_samples(model))
 
 
 def write_state(path: str | os.PathLike, tensors: dict[str, Tensor], model: nn.Module) -> None:
@@ -44,13 +64,22 @@ def write_state(path: str | os.PathLike, tensors: dict[str, Tensor], model: nn.M
     Raises:
         StateError: the file cannot be written.
     """
-    tensors = tensors | {"model": torch.cat(weight_samples(model))}
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    metadata = {KIND: FILE_KIND, MODEL: layout(model), CHECKSUM: checksum(tensors)}
     try:
-        write_tensors(path, tensors, metadata)
+        write_tensors(path, *_content(tensors, identify(model)))
     except OSError as error:
         raise StateError(f"cannot write the state to {path}: {error.strerror}") from error
+
+
+def state_to_bytes(tensors: dict[str, Tensor], identity: Identity) -> bytes:
+    """The bytes of a file that holds the tensors of a state."""
+    return save(*_content(tensors, identity))
+
+
+def _content(tensors: dict[str, Tensor], identity: Identity) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors and the metadata of a file."""
+    tensors = tensors | {"model": torch.cat(identity.samples)}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    return tensors, {KIND: FILE_KIND, MODEL: identity.layout, CHECKSUM: checksum(tensors)}
 
 
 def read_state(path: Path, model: nn.Module, cache: FastWeightsCache) -> dict[str, Tensor]:
@@ -69,31 +98,89 @@ def read_state(path: Path, model: nn.Module, cache: FastWeightsCache) -> dict[st
     check_state_file(path)
     try:
         with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get(KIND) != FILE_KIND:
-                raise StateError(f"{path} is a safetensors file, but not a state saved by fastweights")
-            if metadata.get(MODEL) != layout(model):
-                raise StateError(_foreign(path))
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             header = {name: (x.get_dtype(), tuple(x.get_shape())) for name, x in slices.items()}
-            problem = _header_problem(header, metadata, model, cache)
-            tensors = {} if problem else {name: file.get_tensor(name) for name in header}
+
+            def read() -> dict[str, Tensor]:
+                return {name: file.get_tensor(name) for name in header}
+
+            return _checked(str(path), file.metadata() or {}, header, read, model, cache, identify(model))
     except (OSError, SafetensorError) as error:
-        raise StateError(f"{path} is not a readable state file ({error}): save it again") from error
+        raise StateError(_unreadable(str(path), error)) from error
+
+
+def state_from_bytes(
+    data: bytes, source: str, model: nn.Module, cache: FastWeightsCache, identity: Identity
+) -> dict[str, Tensor]:
+    """Read the tensors of a state file whose bytes are in memory, as `read_state` does.
+
+    Args:
+        data: the bytes of the file.
+        source: what an error calls the file.
+        model: the converted model that the state is for.
+        cache: an empty cache of that model.
+        identity: that of the model.
+
+    Raises:
+        StateError: as for `read_state`.
+    """
+    size = int.from_bytes(data[:8], "little")
+    if size > MAX_HEADER:
+        raise StateError(_unreadable(source, f"its header has {size:,} bytes"))
+    try:
+        header = {name: (x["dtype"], tuple(x["shape"])) for name, x in deserialize(data)}
+        return _checked(source, _metadata(data[8 : 8 + size]), header, lambda: load(data), model, cache, identity)
+    except SafetensorError as error:
+        raise StateError(_unreadable(source, error)) from error
+
+
+def _metadata(header: bytes) -> dict[str, str]:
+    """The metadata in a header that safetensors has parsed, but does not return."""
+    try:
+        metadata = json.loads(header).get("__metadata__")
+    except ValueError as error:  # Python's limit on the digits of a number
+        raise SafetensorError(str(error)) from error
+    return metadata if isinstance(metadata, dict) else {}
+
+
+def _checked(
+    source: str,
+    metadata: Mapping[str, str],
+    header: Mapping[str, tuple[str, tuple[int, ...]]],
+    read: Callable[[], dict[str, Tensor]],
+    model: nn.Module,
+    cache: FastWeightsCache,
+    identity: Identity,
+) -> dict[str, Tensor]:
+    """The tensors of a file, which are read after its header has been compared with the model."""
+    if metadata.get(KIND) != FILE_KIND:
+        raise StateError(f"{source} is a safetensors file, but not a state saved by fastweights")
+    if metadata.get(MODEL) != identity.layout:
+        raise StateError(_foreign(source))
+    problem = _header_problem(header, metadata, model, cache, identity)
+    tensors = {} if problem else read()
     problem = problem or _content_problem(tensors, metadata, cache)
     if problem:
-        raise StateError(f"{path} is a damaged state file: {problem}; save it again")
-    if not _same_weights(tensors.pop("model"), weight_samples(model)):
-        raise StateError(_foreign(path))
+        raise StateError(f"{source} is a damaged state file: {problem}; save it again")
+    if not _same_weights(tensors.pop("model"), identity.samples):
+        raise StateError(_foreign(source))
     return tensors
 
 
-def _foreign(path: Path) -> str:
-    return f"the state in {path} belongs to another model: load it with the model that made it"
+def _unreadable(source: str, reason: object) -> str:
+    return f"{source} is not a readable state file ({reason}): save it again"
+
+
+def _foreign(source: str) -> str:
+    return f"the state in {source} belongs to another model: load it with the model that made it"
 
 
 def _header_problem(
-    header: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str], model: Any, cache: FastWeightsCache
+    header: Mapping[str, tuple[str, tuple[int, ...]]],
+    metadata: Mapping[str, str],
+    model: Any,
+    cache: FastWeightsCache,
+    identity: Identity,
 ) -> str | None:
     """What is wrong with the names, dtypes and shapes of a file's tensors, or None."""
     unknown = set(metadata) - {KIND, MODEL, CHECKSUM}
@@ -103,8 +190,10 @@ def _header_problem(
     expected: dict[str, Expected] = {
         "seen": (("I64",), ()),
         "lengths": (("I64",) if batch != (0,) else ("I64", "F32"), (None,)),
-        "model": (("F32",), (sum(map(len, weight_samples(model))),)),
+        "model": (("F32",), (sum(map(len, identity.samples)),)),
     }
+    if LOGITS in header:
+        expected[LOGITS] = (("F32",), (model.config.get_text_config().vocab_size,))
     if batch and batch != (0,):
         if "fingerprint" in header:  # a state that has seen embeddings has none
             expected["fingerprint"] = (("I64",), batch)
@@ -146,8 +235,8 @@ def _state_tensors(attention: FastWeightsAttention, batch: int) -> dict[str, Exp
     shape, config = attention.shape, attention.config
     tensors: dict[str, Expected] = {}
     if attention.rule is not None:
-        states = attention.rule.projections.states
-        tensors["state"] = (FLOATS, (batch, states, shape.head_dim + config.normalizes_attention, config.m))
+        rows = shape.head_dim + config.normalizes_attention
+        tensors["state"] = (FLOATS, (batch, attention.rule.states, rows, config.m))
     if attention.window is not None:
         cached = cached_tokens(attention.window.window, attention.window.sinks)
         tensors |= dict.fromkeys(("k", "v"), (FLOATS, (batch, cached, shape.kv_heads, shape.head_dim)))

@@ -151,7 +151,7 @@ class FusedLinear:
         """Write the result into `out`, or add it to what is there.
 
         Args:
-            x: [B,K].
+            x: [B,K], rows of consecutive elements.
             out: [B,N]. Torch does not write activated results here: use the returned tensor.
             add: add to `out` (the residual).
             sums: partial sums for a norm. A layer with a norm reads those of x, one without leaves those of `out`.
@@ -212,6 +212,7 @@ class FusedLinear:
                 rows,
                 self.columns,
                 k,
+                x.stride(0),
                 0.0 if self.norm is None else self.norm.eps,
                 ROWS=tile.rows,
                 COLUMNS=tile.columns,

@@ -116,9 +116,10 @@ def step_kernel(
     """`step` as one Triton kernel that writes into y.
 
     Args:
-        rule, state, q, k, v, gate_logits, normalize: as in `step`.
+        rule, state, q, gate_logits, normalize: as in `step`.
+        k, v: as in `step`, or of fewer heads K, each for S / K states.
         y: output [B,G*S,d].
-        rotary: apply RoPE to queries and keys. None: they are used as they are.
+        rotary: apply RoPE to queries and keys; with a row of pairs for each key. None: they are used as they are.
         key_scale: [S,m], multiplied into the keys after RoPE.
         unit: scale queries and keys to unit length (unit_normalize), before key_scale.
         overlap: start before the previous kernel has ended (see `can_overlap`).
@@ -128,7 +129,7 @@ def step_kernel(
     from fastweights.ops.triton.decode_step import step_kernel as kernel
 
     q, k, v, *gate_logits = (x if x[0].is_contiguous() else x.contiguous() for x in (q, k, v, *gate_logits))
-    (batch, states, d), m = v.shape, k.shape[-1]
+    (batch, states), (keys, m), d = state.shape[:2], k.shape[1:], v.shape[2]
     fills_device = batch * states * cdiv(d, 64) >= 2 * multiprocessors(v.device)
     block_m, block_d = next_power_of_2(m), min(next_power_of_2(d), 64 if fills_device or normalize else 16)
     slices = cdiv(d, block_d)
@@ -150,6 +151,7 @@ def step_kernel(
             *(x.stride(0) for x in (q, k, v, gate, gate2, cos)),
             STATES=states,
             GROUP=q.shape[1] // states,
+            STATES_PER_KEY=states // keys,
             D=d,
             M=m,
             ROTARY_PAIRS=0 if rotary is None else pairs.shape[1],

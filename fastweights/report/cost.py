@@ -46,6 +46,7 @@ def winnings(models: Sequence[ModelEntry], costs: Sequence[CostEntry]) -> list[s
     lines = [line for entry in costs for model in _others(entry.cost) for line in _cost_words(entry.cost, model)]
     measured = {model.name for entry in costs for model in entry.cost.models}
     others = [entry for entry in models if entry.converted and entry.model.name not in measured]
+    others = [entry for entry in others if not entry.model.without_window]  # its cache is that of the model
     return lines + [words for entry in others if (words := _cache_words(entry))]
 
 

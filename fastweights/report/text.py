@@ -99,4 +99,6 @@ def settings_text(settings: dict[str, Any] | None) -> str:
         return MISSING
     parts = [str(settings.get("rule", MISSING))]
     parts += [f"{name} {settings[name]}" for name in ("m", "window", "sinks") if settings.get(name)]
+    parts += ["shared projections"] if settings.get("projections") == "shared" else []
+    parts += [f"gate rank {settings['gate_rank']}"] if settings.get("gate_rank") else []
     return ", ".join(parts)

@@ -9,6 +9,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import LoggerType
 
 from fastweights.modeling.classes import FastWeightsMixin
+from fastweights.modeling.modes import no_window_reason
 from fastweights.modeling.positions import check_length
 from fastweights.training.optimizer import parameter_groups
 from fastweights.training.recipe import Recipe, Stage
@@ -49,6 +50,10 @@ def _check_stage(model: str, stage: Stage, student: Any) -> None:
     if stage.top_k > student.config.vocab_size:
         most = student.config.vocab_size
         raise TrainingError(f"{stage.loss}.top_k={stage.top_k}: {model} has {most} tokens only")
+    reason = no_window_reason(student) if stage.window_dropout else None
+    if reason is not None:
+        what = f"{stage.loss}.window_dropout={stage.window_dropout:g}: {model} {reason}"
+        raise TrainingError(f"{what}: convert it with a window and another rule than local, or leave the setting out")
     if not any(parameters and rate for parameters, rate in parameter_groups(student, stage)):
         raise TrainingError(f"the stage {stage.loss} trains nothing: its learning rates are 0")
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from fastweights.data.batches import IGNORED
 from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.families import family_of
-from fastweights.modeling.layer import FastWeightsAttention, SequenceInfo
+from fastweights.modeling.layer import FastWeightsAttention, SequenceInfo, converted_layers
 from fastweights.modeling.packing import document_mask, document_starts
 from fastweights.training.chunked_loss import LossConfig, head_loss, head_of, without_head
 from fastweights.training.recipe import Stage
@@ -33,15 +33,6 @@ class CapturedAttention(NamedTuple):
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
     output: Tensor
-
-
-def converted_layers(model: Any) -> dict[int, FastWeightsAttention]:
-    """The fast-weight layers of a model by number."""
-    layers = {}
-    for module in model.modules():
-        if isinstance(module, FastWeightsAttention):
-            layers[module.layer_idx] = module
-    return layers
 
 
 def run_model(model: Any, batch: Batch, **options: Any) -> Any:

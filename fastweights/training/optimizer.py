@@ -10,8 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fastweights.modeling.families import family_of
-from fastweights.modeling.layer import HeadNorm
-from fastweights.training.losses import converted_layers
+from fastweights.modeling.layer import HeadNorm, converted_layers
 from fastweights.training.recipe import Recipe, Stage
 from fastweights.utils.errors import Argument, FastWeightsError, Stopped
 

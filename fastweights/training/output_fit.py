@@ -1,8 +1,9 @@
-"""Fitting output projections to the teacher's attention by least squares."""
+"""Fitting new layers to the teacher's attention: memory lengths from how far back it attends, and output projections by
+least squares."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,11 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fastweights.modeling.layer import FastWeightsAttention
-from fastweights.training.losses import Batch, capture_attention, converted_layers, layer_output
+from fastweights.modeling.initialization import gates_are_trained, set_memory_lengths
+from fastweights.modeling.layer import FastWeightsAttention, converted_layers
+from fastweights.training.attention_distance import attention_distances
+from fastweights.training.losses import Batch, capture_attention, layer_output
 
 # Ridge of the least-squares fit, as a share of the diagonal.
 RIDGE = 1e-4
+# Tokens that the teacher's attention distances are measured on.
+DISTANCE_TOKENS = 4_096
 
 
 @torch.no_grad()
@@ -23,7 +28,8 @@ def fit_outputs(
 ) -> None:
     """Fit each new layer's output projection to the output of the teacher's attention.
 
-    Right after conversion a rule's output can be many times larger than attention's.
+    Right after conversion a rule's output can be many times larger than attention's. With gate_init="teacher", gates
+    that have not been trained get their memory lengths first.
 
     Args:
         student: The converted model.
@@ -32,7 +38,8 @@ def fit_outputs(
         kind: "full" for the whole projection, "scale" for one scale for each head.
         advance: Called after each batch.
     """
-    layers = converted_layers(student)
+    batches, layers = list(batches), converted_layers(student)
+    _fit_memory_lengths(student, teacher, batches)
     products: dict[int, tuple[Tensor, Tensor]] = {}
     for batch in batches:
         captured = capture_attention(teacher, batch)
@@ -46,6 +53,35 @@ def fit_outputs(
         advance()
     for index, layer in layers.items():
         (_fit_scales if kind == "scale" else _fit_projection)(layer, *products[index])
+
+
+def fitted_tensors(student: Any) -> list[Tensor]:
+    """What `fit_outputs` may change in a converted model."""
+    tensors: list[Tensor] = []
+    for layer in converted_layers(student).values():
+        tensors += list(layer.o_proj.parameters())
+        if layer.rule is not None:
+            tensors += [*layer.rule.gates.parameters(), *layer.rule.buffers(recurse=False)]
+    return tensors
+
+
+def awaits_memory_lengths(student: Any) -> bool:
+    """Whether gates of a converted model are to be set from the teacher and have not been trained yet."""
+    return any(map(_awaits_memory_lengths, converted_layers(student).values()))
+
+
+def _awaits_memory_lengths(layer: FastWeightsAttention) -> bool:
+    return layer.config.gate_init == "teacher" and layer.rule is not None and not gates_are_trained(layer.rule)
+
+
+def _fit_memory_lengths(student: Any, teacher: Any, batches: Sequence[Batch]) -> None:
+    """Set the gates that wait for it, from the teacher's attention in the first of the batches."""
+    waiting = {i: layer for i, layer in converted_layers(student).items() if _awaits_memory_lengths(layer)}
+    if waiting:
+        needed = -(-DISTANCE_TOKENS // batches[0]["input_ids"].numel())
+        distances = attention_distances(waiting, teacher, batches[:needed])
+        for index, layer in waiting.items():
+            set_memory_lengths(layer, distances[index])
 
 
 @contextmanager

@@ -20,6 +20,10 @@ FITS = ("none", "scale", "full")
 LARGEST_TOKENS, LARGEST_RATE, LARGEST_LORA_RANK = 10**15, 10**6, 2**16
 
 
+# Room for a passage of 16 tokens, 16 others, the passage again, and what may not change in a sequence.
+SHORTEST_WITH_RECALL = 64
+
+
 class RecipeError(FastWeightsError):
     """A recipe with an unknown or wrong setting."""
 
@@ -66,8 +70,22 @@ class Stage:
     fit: str = setting(
         "none",
         "What to fit to the teacher's attention by least squares before the first step: the output projections of the "
-        "new layers (full), one scale for each head (scale) or nothing (none).",
+        "new layers (full), one scale for each head (scale) or nothing (none). With gate_init=teacher, full and scale "
+        "also set the memory lengths.",
         FITS,
+    )
+    recall: float = setting(
+        0.0,
+        "Share of the sequences that are made to need recall: a passage is repeated later, or pairs are listed and "
+        "asked for again.",
+        ge=0,
+        le=1,
+    )
+    window_dropout: float = setting(
+        0.0,
+        "Share of the sequences that are trained without the window: all layers use the output of the state alone.",
+        ge=0,
+        le=1,
     )
     length: int | None = setting(None, "Tokens in a sequence in this stage; by default that of the recipe.", ge=2)
     weight_decay: float = setting(0.0, "Weight decay of the matrices.", ge=0)
@@ -135,6 +153,9 @@ class Recipe:
             if self.batch_tokens % length:
                 found = f"found {self.batch_tokens} and {length}"
                 raise RecipeError(Argument("batch_tokens"), f" must be a multiple of the sequence length, {found}")
+            if stage.recall and length < SHORTEST_WITH_RECALL:
+                needed = f"at least {SHORTEST_WITH_RECALL} tokens, found {length}"
+                raise RecipeError(f"{stage.loss}.recall={stage.recall:g}: ", Argument("length"), f" must be {needed}")
 
     def length_of(self, stage: Stage) -> int:
         """Tokens of a sequence in this stage."""

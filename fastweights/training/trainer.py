@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import broadcast_object_list
@@ -35,7 +36,8 @@ from fastweights.loading import load, load_tokenizer, require_tokenizer
 from fastweights.model_paths import display_name
 from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.families import family_of
-from fastweights.modeling.modes import autocast, is_low_precision
+from fastweights.modeling.layer import converted_layers
+from fastweights.modeling.modes import autocast, is_low_precision, without_window
 from fastweights.results import (
     BaseModel,
     Data,
@@ -49,7 +51,7 @@ from fastweights.results import (
 from fastweights.training import checkpoint as saved
 from fastweights.training.checks import check_run, check_tracker
 from fastweights.training.log import read_log, truncate_log
-from fastweights.training.losses import Batch, StageLoss, converted_layers, next_token_loss
+from fastweights.training.losses import Batch, StageLoss, next_token_loss
 from fastweights.training.micro_batch import micro_batch_size
 from fastweights.training.optimizer import (
     Diverged,
@@ -62,7 +64,7 @@ from fastweights.training.optimizer import (
     set_mode,
     uncompile_blocks,
 )
-from fastweights.training.output_fit import fit_outputs
+from fastweights.training.output_fit import awaits_memory_lengths, fit_outputs
 from fastweights.training.recipe import Recipe, Stage
 from fastweights.training.run_folder import TrainingError, check_new_run, check_no_run, check_resumes, resume_call
 from fastweights.training.teacher import load_teacher
@@ -81,6 +83,10 @@ FIT_TOKENS = 16_384
 CURVE_POINTS = 1_000
 # Steps of a stage after which the duration of the run is estimated.
 ESTIMATE_AFTER = 3
+# Third number of the seed of a step's window dropout, besides the run's seed and the step.
+WINDOW_DROPOUT = 2
+# Key of a batch: the rows [B] bool that are trained without the window.
+WITHOUT_WINDOW = "without_window"
 
 
 class Interrupted(Stopped):
@@ -300,6 +306,11 @@ class Trainer:
         if config.shard and self.world_size == 1 and not resumes:
             raise TrainingError(Argument("shard"), ": there is one process only: start several with torchrun")
         check_run(config, self.student, self.world_size, self.sharded)
+        if self.recipe.stages[0].fit == "none" and awaits_memory_lengths(self.student):
+            self.display.print(
+                "gate_init='teacher' takes effect in a fit, and the first stage has none: memory lengths stay spread "
+                "from one token to train_length (give that stage fit=full or fit=scale)"
+            )
         self.teacher = self._load_teacher()
         self.tokens = self._prepare(config.data, self.progress.data)
         self.progress.data = self._check_same_text("data", self.tokens, self.progress.data)
@@ -412,7 +423,7 @@ class Trainer:
         """The batches of a stage. Each stage has an order of its own."""
         stage = self.recipe.stages[number]
         rows, length = self.recipe.rows_of(stage), self.recipe.length_of(stage)
-        return PackedBatches(self.tokens, length, rows, self.recipe.seed + number)
+        return PackedBatches(self.tokens, length, rows, self.recipe.seed + number, stage.recall)
 
     def _start(self) -> None:
         """Create the folder, and the tracker's run."""
@@ -462,12 +473,12 @@ class Trainer:
         return _ActiveStage(stage, batches, module, optimizer, watch, lora)
 
     def _fit_outputs(self, stage: Stage, batches: PackedBatches) -> None:
-        """Fit output projections on the first batches: all of their rows in every process, for equal results."""
+        """Fit the new layers on the first batches: all of their rows in every process, for equal results."""
         rows = max(1, FIT_TOKENS // self.recipe.length_of(stage))
         count = max(1, FIT_TOKENS // self.recipe.batch_tokens)
         first = ({name: x[:rows] for name, x in batches.batch(step).items()} for step in range(count))
         parts = [part for batch in first for part in split(batch, self._rows_at_once(stage))]
-        what = "fitting output projections to the teacher"
+        what = "fitting the new layers to the teacher"
         with self._autocast(), self.display.phase(what, len(parts)) as advance:
             fit_outputs(self.student, self.teacher, map(self._on_device, parts), stage.fit, advance)
 
@@ -595,18 +606,32 @@ class Trainer:
         batches = active.batches
         # a batch of a conversation's questions has no targets, and the loss 0
         count = batches.rows if active.stage.loss == "transfer" else max(1, batches.targets(step))
-        parts = split(batches.batch(step, self.rank, self.world_size), self._rows_at_once(active.stage))
+        parts = split(self._batch(active, step), self._rows_at_once(active.stage))
         total = torch.zeros((), device=self.device)
         for number, part in enumerate(parts):
-            with self._gradient_sync(active.module, number == len(parts) - 1):
+            part = self._on_device(part)
+            with self._gradient_sync(active.module, number == len(parts) - 1), self._window_dropout(part):
                 with self._autocast():
-                    loss = active.module(self._on_device(part)) / count
+                    loss = active.module(part) / count
                 # DDP and FSDP take the mean over processes; the loss is a sum over them
                 (loss * self.world_size).backward()
             total += loss.detach()
         local = torch.stack([total, torch.tensor(float(self.stop_signal), device=self.device)])
         batch_loss, stop = self.accelerator.reduce(local, "sum").tolist()
         return batch_loss, (self.stop_signal or signal.SIGTERM) if stop else 0
+
+    def _batch(self, active: _ActiveStage, step: int) -> Batch:
+        """This process's rows of a step, and which of them are trained without the window."""
+        batch, batches = active.batches.batch(step, self.rank, self.world_size), active.batches
+        if active.stage.window_dropout:
+            drawn = np.random.default_rng([batches.seed, step, WINDOW_DROPOUT]).random(batches.rows)
+            own = np.split(drawn < active.stage.window_dropout, self.world_size)[self.rank]
+            batch[WITHOUT_WINDOW] = torch.from_numpy(own)
+        return batch
+
+    def _window_dropout(self, part: Batch) -> AbstractContextManager[None]:
+        rows = part.get(WITHOUT_WINDOW)
+        return nullcontext() if rows is None else without_window(self.student, rows)
 
     @contextmanager
     def _gradient_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:

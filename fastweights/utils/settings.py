@@ -6,6 +6,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import field, fields
 from difflib import get_close_matches
+from functools import cache
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
@@ -102,6 +103,7 @@ def _is_of_type(value: Any, kind: Any) -> bool:
     return True
 
 
+@cache  # a state is made with checked settings for every request of a server
 def _type_of(cls: Any, name: str) -> tuple[Any, bool]:
     """The type of a setting without None, and whether it may be None."""
     kind = get_type_hints(cls)[name]

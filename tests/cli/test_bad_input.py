@@ -85,6 +85,18 @@ UNDEFINED: dict[str, tuple[dict[str, Any], list[Any], str]] = {
         "the first tokens that a window of the last ones sees, too",
     ),
     "a share of no window": (dict(mix="token"), ["--mix", "token"], "it needs both"),
+    "projections shared with no window": (
+        dict(rule="gated", projections="shared"),
+        ["--rule", "gated", "--projections", "shared"],
+        "needs a window and a state",
+    ),
+    "shared projections with uniform gates of decay": (
+        dict(window=4, projections="shared"),
+        ["--window", 4, "--projections", "shared"],
+        "need values that start smaller than the window's",
+    ),
+    "a rank of no gates": (dict(rule="add", gate_rank=2), ["--rule", "add", "--gate-rank", 2], "is for gates"),
+    "a gate rank of zero": (dict(gate_rank=0), ["--gate-rank", 0], "must be between 1 and"),
     "a layer twice": (dict(layers=(1, 1)), ["--layers", "1,1"], "each only once"),
 }
 
@@ -127,7 +139,7 @@ def test_undefined_settings_are_refused_by_name_before_loading(
     with pytest.raises(ConfigError, match=re.escape(message)):
         FastWeightsConfig(**settings)
     forbid_loading(monkeypatch)
-    found = error_of("convert", base, "-o", out, *flags)
+    found = error_of("convert", base, "-o", out, "--preset", "paper", *flags)
     assert message.replace("feature_map=", "--feature-map=") in found
     assert flags[-2] in found
     assert_nothing_left(out)
@@ -146,6 +158,29 @@ def test_missing_layers_are_named(base: Path, out: Path) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         convert(pretrained("gpt2"), FastWeightsConfig(layers=(0, 2, 5)))
     assert error_of("convert", base, "-o", out, "--layers", "0,2,5") == f"--{message}"
+    assert_nothing_left(out)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(gate_rank=33), "gate_rank=33 is larger than the model's width, 32: choose a smaller one"),
+        (
+            dict(rule="gated", window=4, projections="shared", m=6),
+            "projections='shared' needs m equal to the model's head dimension: found 6 and 8; use m=8",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_the_models_sizes_are_named(
+    settings: dict[str, Any], message: str, base: Path, out: Path
+) -> None:
+    model = pretrained("gpt2")
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        convert(model, FastWeightsConfig(**settings))
+    assert type(model) is type(pretrained("gpt2")), "the model is left as it was"
+    flags = [text for name, value in settings.items() for text in (f"--{name.replace('_', '-')}", value)]
+    found = error_of("convert", base, "-o", out, *flags)
+    assert found.startswith(f"--{message.split('=')[0].replace('_', '-')}=") and message[-2:] in found
     assert_nothing_left(out)
 
 

@@ -20,7 +20,19 @@ from fastweights.cli.app import app
 done = {command: CliRunner().invoke(app, command.split()) for command in json.load(sys.stdin)}
 json.dump({command: (result.exit_code, result.stdout, result.stderr) for command, result in done.items()}, sys.stdout)
 """
-COMMANDS = ("convert", "info", "generate", "train", "compare", "eval", "profile", "report", "rank", "quickstart")
+COMMANDS = (
+    "convert",
+    "info",
+    "generate",
+    "train",
+    "compare",
+    "eval",
+    "profile",
+    "report",
+    "rank",
+    "serve",
+    "quickstart",
+)
 HELP = ["--help", *(f"{command} --help" for command in COMMANDS)]
 TRAIN = "train {base} --data {text} -o {new}"
 COMPARE = "compare paper --model {base} --data {text} --validation {text} -o {new}"
@@ -75,6 +87,9 @@ REFUSED = {
     f"{RANK} --tokens 4 --length 8": "--tokens 4 are fewer than one row",
     f"{RANK} --keep 1 --save {{base}}": "--save {base} exists and is not an empty folder",
     f"{RANK} --keep 1 --save /proc/hybrid": "--save /proc/hybrid cannot be written",
+    "serve {missing}": "no folder at {missing}",
+    "serve {base} --host nowhere.invalid": "--host nowhere.invalid is not an address",
+    "serve {base} --api-keys {empty_text}": "--api-keys {empty_text} has no key in it",
     "report {missing}": "{missing}",
     "report {text} -o {text}": "--output {text} cannot be written: {text} is a file",
     "report --card {missing}": "--card {missing}: there is no such folder",

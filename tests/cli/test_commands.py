@@ -22,6 +22,7 @@ from fastweights.loading import load, load_tokenizer
 from fastweights.modeling.cache import FastWeightsCache
 from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.generation import FastWeightsGenerationMixin
+from fastweights.presets import preset_config
 from fastweights.tokenization import set_special_tokens
 from fastweights.training.recipe import RECIPE_FOLDER, load_recipe
 
@@ -88,22 +89,27 @@ def test_malformed_layers_are_refused(text: str) -> None:
 
 def test_convert_saves_model_and_tokenizer_and_prints_info(tmp_path: Path) -> None:
     source, target = save_model(tmp_path / "base"), tmp_path / "some" / "where"
-    printed = succeed("convert", source, "-o", target, "--m", 8).stdout
+    printed = succeed("convert", source, "-o", target).stdout
     assert isinstance(load(target), FastWeightsMixin)
-    assert settings_of(target) == FastWeightsConfig(m=8)
+    assert settings_of(target) == preset_config("recommended", head_dim=8, width=32)
     assert load_tokenizer(target).get_vocab() == tokenizer().get_vocab()
     assert printed == succeed("info", target).stdout
 
 
 def test_convert_command_matches_the_function(tmp_path: Path) -> None:
-    succeed("convert", save_model(tmp_path / "base"), "-o", tmp_path / "out", "--m", 8, "--seed", 3)
-    expected = fastweights.convert(pretrained("gpt2"), FastWeightsConfig(m=8, seed=3)).state_dict()
+    succeed("convert", save_model(tmp_path / "base"), "-o", tmp_path / "out", "--preset", "paper", "--seed", 3)
+    expected = fastweights.convert(pretrained("gpt2"), FastWeightsConfig(seed=3)).state_dict()
     found = load(tmp_path / "out").state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_every_option_is_passed_to_the_settings(tmp_path: Path) -> None:
+# Shared projections exclude some other settings.
+SHARED = dict(projections="shared", m=8, feature_map="none", projection_init="attention", rotary="keep")
+
+
+@pytest.mark.parametrize("changes", [{}, SHARED], ids=["own", "shared"])
+def test_every_option_is_passed_to_the_settings(changes: dict[str, Any], tmp_path: Path) -> None:
     settings: dict[str, Any] = dict(
         rule="gated",
         m=6,
@@ -114,6 +120,8 @@ def test_every_option_is_passed_to_the_settings(tmp_path: Path) -> None:
         window=5,
         sinks=2,
         mix="token",
+        projections="own",
+        gate_rank=3,
         output_norm=True,
         rotary="drop",
         state_heads="kv",
@@ -123,6 +131,7 @@ def test_every_option_is_passed_to_the_settings(tmp_path: Path) -> None:
         seed=9,
     )
     assert settings.keys() == {f.name for f in fields(FastWeightsConfig)}
+    settings |= changes
     flags: list[Any] = []
     for name, value in settings.items():
         typed = ["1"] if name == "layers" else [] if value is True else [value]
@@ -144,8 +153,8 @@ def test_convert_works_without_a_tokenizer(tmp_path: Path) -> None:
 def test_overwrite_replaces_the_folder(tmp_path: Path) -> None:
     source, target = save_model(tmp_path / "base"), save_model(tmp_path / "out", rule="add", m=8)
     (target / "old").touch()
-    succeed("convert", source, "-o", target, "--m", 8, "--overwrite")
-    assert settings_of(target) == FastWeightsConfig(m=8)
+    succeed("convert", source, "-o", target, "--overwrite")
+    assert settings_of(target) == preset_config("recommended", head_dim=8, width=32)
     assert not (target / "old").exists()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["base", "out"]
 

@@ -19,7 +19,7 @@ TEXT = "A quick brown fox jumps over the lazy dog. Why\n" * 20
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     monkeypatch.chdir(tmp_path)
     base = save_model(tmp_path / "base")
-    succeed("convert", base, "-o", "converted", "--m", 4)
+    succeed("convert", base, "-o", "converted", "--preset", "paper", "--m", 4)
     Path("text.txt").write_text(TEXT)
     return base, tmp_path / "converted"
 
@@ -32,6 +32,20 @@ def test_eval_length_defaults_to_the_smallest_position_limit(models: tuple[Path,
     for model in result["models"]:
         assert f"{model['parameters']:,}" in shown
     assert "96 tokens" in error_of("eval", *models, "--data", "text.txt", "--length", 97)
+
+
+def test_eval_without_window_adds_an_entry_that_reports_show(models: tuple[Path, Path]) -> None:
+    succeed("convert", models[0], "-o", "windowed", "--m", 4, "--window", 4)
+    typed = ("--data", "text.txt", "--length", 32, "--without-window")
+    shown = succeed("eval", models[0], "windowed", *typed, "-o", "eval.json").stdout
+    assert shown.count("windowed without the window") == 2, "among the models, and in the table of perplexities"
+    found = json.loads(Path("eval.json").read_text())["models"]
+    assert [model["name"] for model in found] == ["base", "windowed", "windowed without the window"]
+    succeed("report", "eval.json", "-o", "report")
+    page = Path("report/report.md").read_text()
+    assert "windowed without the window has a perplexity of" in page and "windowed caches" in page
+    assert "windowed without the window caches" not in page and "the window has a state" not in page
+    assert "--without-window: converted has no window" in error_of("eval", *models, *typed)
 
 
 def test_data_files_of_one_name_are_shown_with_their_paths(models: tuple[Path, Path]) -> None:
@@ -87,13 +101,13 @@ def test_profile_names_lengths_that_do_not_fit_into_memory(models: tuple[Path, P
 def test_profile_measures_packaged_model_and_layer_by_default(tmp_path: Path) -> None:
     output = succeed("profile", "--lengths", "4,8", "--batch", 2, "-o", tmp_path / "cost.json").stderr
     assert "on cpu: one layer, batch 2, heads 1, d = m = 64, after 4, 8 tokens" in output
-    assert "on cpu: packaged, decay, batch 2, after 4, 8 tokens" in output
+    assert "on cpu: packaged, converted, batch 2, after 4, 8 tokens" in output
     result = json.loads((tmp_path / "cost.json").read_text())
-    assert [m["name"] for m in result["models"]] == ["packaged", "decay"]
+    assert [m["name"] for m in result["models"]] == ["packaged", "converted"]
     assert [m["name"] for m in result["layer"]["models"]] == ["attention", "decay", "delta"]
     assert result["batch"] == result["layer"]["batch"] == 2
     shown = svg_texts(tmp_path / "cost.svg")
-    assert {"packaged", "decay", "attention", "delta", "Time of one token"} <= set(shown)
+    assert {"packaged", "converted", "decay", "attention", "delta", "Time of one token"} <= set(shown)
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from helpers.relative_error import assert_close
 from helpers.tiny import CONFIGS, config_of, tokens
 
 import fastweights as fw
-from fastweights.decode.engine import prefill
 from fastweights.decode.model import DecodeModel, ForwardDecodeModel
+from fastweights.decode.prefill import prefill
 
 # equality with the model
 
@@ -104,7 +104,7 @@ def test_prefill_in_chunks_matches_forward_with_constant_state_size() -> None:
 
 
 def buffer_bytes(engine: fw.Engine) -> int:
-    return sum(block.packed.nbytes + block.recurrence.state.nbytes for block in engine.decoder.blocks)
+    return sum(block.inputs.packed.nbytes + block.recurrence.state.nbytes for block in engine.decoder.blocks)
 
 
 def test_prefill_feeds_one_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +144,7 @@ def test_tokens_do_not_depend_on_stale_buffers_or_free_slots(settings: dict[str,
     for block in engine.decoder.blocks:
         states = [] if block.recurrence is None else [block.recurrence.state]
         rings = [] if block.window is None else [block.window.keys, block.window.values]
-        for tensor in (block.packed, *states, *rings):
+        for tensor in (block.inputs.packed, block.inputs.logits, *states, *rings):
             tensor.fill_(math.nan)
     engine.decoder.hidden.fill_(math.nan)
     assert engine.generate(prompts, 6) == expected

@@ -13,9 +13,9 @@ from helpers.tiny import CONFIGS, config_of, pretrained, tokens
 
 import fastweights as fw
 from fastweights.config import ConfigError
-from fastweights.decode.engine import prefill
 from fastweights.decode.generation import generate_sequence
 from fastweights.decode.model import DecodeModel
+from fastweights.decode.prefill import prefill
 from fastweights.modeling.cache import StateError
 
 SETTINGS = [

@@ -120,7 +120,7 @@ def test_stream_leaves_modes_of_torch_and_of_the_model_to_its_caller(supported: 
     model = converted()
     engine, prompts = fw.Engine(model, 2), prompts_of(5, 3, 4)
     if not supported:
-        engine.decoder = ForwardDecodeModel(model, 2)
+        engine.batch.decoder = ForwardDecodeModel(model, 2)
     model.train()
     for _ in engine.stream(prompts, 4):
         assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
@@ -138,7 +138,7 @@ def test_stream_does_not_follow_the_autocast_of_its_caller() -> None:
 def test_model_in_training_mode_streams_without_dropout() -> None:
     model = converted("gpt2")
     engine, prompts = fw.Engine(model), prompts_of(5)
-    engine.decoder = ForwardDecodeModel(model, 1)
+    engine.batch.decoder = ForwardDecodeModel(model, 1)
     expected = engine.generate(prompts, 6)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):

@@ -10,7 +10,7 @@ from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from fastweights.decode.text_decoder import TextDecoder
+from fastweights.decode.text_decoder import StopTexts, TextDecoder
 
 TEXT = "né 4 € 👩‍🚀 ok"
 
@@ -65,3 +65,20 @@ def test_an_unfinished_character_at_the_end_is_a_replacement_character() -> None
     tokenizer = byte_tokenizer()
     ids = tokenizer("a€").input_ids[:-1]
     assert pieces(tokenizer, ids) == ["a", "", "", "\ufffd"]
+
+
+@pytest.mark.parametrize("stops", [["stop"], ["xx", "stop", "top it"], ["stop", "st"], [""], []])
+def test_text_ends_before_the_first_stop_text_however_it_is_split(stops: list[str]) -> None:
+    text = "a ststsop it, xstop it"
+    places = [text.find(stop) for stop in stops if stop and stop in text]
+    wanted = text[: min(places)] if places else text
+    for size in (1, 2, 3, 5, len(text)):
+        cut = StopTexts(stops)
+        shown = ""
+        for start in range(0, len(text), size):
+            shown += cut.add(text[start : start + size])
+            assert wanted.startswith(shown)
+            if cut.found:
+                break
+        assert shown + cut.end() == wanted
+        assert cut.found == bool(places)

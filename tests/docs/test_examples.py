@@ -16,7 +16,8 @@ import transformers
 from helpers.cli import CHAT_TEMPLATE, save_model, succeed, tokenizer
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# The examples of serving.md need a server: test_serving.py runs them.
+PAGES = [ROOT / "README.md", *sorted(set((ROOT / "docs").glob("*.md")) - {ROOT / "docs" / "serving.md"})]
 CHATS = [{"role": "user", "content": "Who jumps?"}, {"role": "assistant", "content": "A quick brown fox."}]
 TEXT = "A quick brown fox jumps over the lazy dog. Why\n" * 300
 # What a page starts from, made by the commands of the pages before it.
@@ -35,9 +36,11 @@ def _blocks(page: Path, language: str) -> list[str]:
 
 
 def _commands(page: Path) -> list[list[str]]:
-    """The arguments of every `$ fastweights …` in the console blocks of a page."""
+    """The arguments of every `$ fastweights …` in the console blocks of a page, but for servers, which do not end by
+    themselves."""
     lines = [re.findall(r"^\$ fastweights ((?:.*\\\n)*.*)$", block, re.MULTILINE) for block in _blocks(page, "console")]
-    return [shlex.split(command.replace("\\\n", " "), comments=True) for block in lines for command in block]
+    commands = [shlex.split(command.replace("\\\n", " "), comments=True) for block in lines for command in block]
+    return [words for words in commands if words[0] != "serve"]
 
 
 def _with(language_of: Any) -> list[Any]:

@@ -23,7 +23,8 @@ from fastweights.evaluation import layer_ranking as ranking
 from fastweights.evaluation.layer_ranking import RankingError, batches_of, hybrid_from, rank_layers, restored
 from fastweights.loading import save
 from fastweights.modeling.families import family_of
-from fastweights.training.losses import converted_layers, run_model
+from fastweights.modeling.layer import converted_layers
+from fastweights.training.losses import run_model
 from fastweights.training.output_fit import fit_outputs
 from fastweights.utils.errors import CheckpointError
 
@@ -183,8 +184,9 @@ def test_a_hybrid_can_be_ranked_further() -> None:
     assert sorted(found.chosen) == [0, 2, 3] and found.kl_after[-1] == 0.0
 
 
-def test_fit_is_done_before_ranking_and_undone_after() -> None:
-    student, teacher = converted(pretrained("gpt2"), window=0), pretrained("gpt2")
+@pytest.mark.parametrize("gate_init", ["uniform", "teacher"])
+def test_fit_is_done_before_ranking_and_undone_after(gate_init: str) -> None:
+    student, teacher = converted(pretrained("gpt2"), window=0, gate_init=gate_init), pretrained("gpt2")
     before = {name: x.clone() for name, x in student.state_dict().items()}
     fitted, plain = (rank_layers(student, teacher, inputs(), fit=fit, **QUIET) for fit in (True, False))
     assert all(torch.equal(x, before[name]) for name, x in student.state_dict().items())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from fastweights.evaluation.checks import EvaluationError
 from fastweights.evaluation.perplexity import perplexity
 from fastweights.evaluation.suite import evaluate
 from fastweights.modeling.description import describe
+from fastweights.modeling.layer import converted_layers
 from fastweights.modeling.positions import PositionError
 from fastweights.results import EvaluationResult
 
@@ -74,6 +77,35 @@ def test_evaluate_measures_only_what_is_requested() -> None:
         evaluate({"m": (converted(), tokenizer())}, **QUIET)
     with pytest.raises(EvaluationError, match="by_position needs"):
         evaluate({"m": (converted(), tokenizer())}, recall=True, by_position=True, **QUIET)
+
+
+def test_models_are_measured_once_more_without_their_window() -> None:
+    model = converted(window=4)
+    models = {"base": (pretrained("llama"), tokenizer()), "decay": (model, tokenizer())}
+    found = evaluate(models, data={"t": TEXT}, length=32, recall=True, without_window=True, **QUIET)
+    _, whole, alone = found.models
+    assert [entry.name for entry in found.models] == ["base", "decay", "decay without the window"]
+    assert [entry.without_window for entry in found.models] == [False, False, True]
+    assert "without_window" not in whole.to_dict() and alone.to_dict()["without_window"] is True
+    usual = evaluate(models, data={"t": TEXT}, length=32, recall=True, **QUIET).models[1]
+    assert whole == replace(usual, seconds=whole.seconds)
+    for layer in converted_layers(model).values():
+        layer.mix.logit.data.fill_(-math.inf)
+    expected = evaluate({"decay": models["decay"]}, data={"t": TEXT}, length=32, recall=True, **QUIET).models[0]
+    assert (alone.perplexity, alone.recall) == (expected.perplexity, expected.recall)
+    assert alone.perplexity != whole.perplexity
+    assert EvaluationResult.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [({}, "m has no window"), (dict(rule="local"), "m has the rule local"), (None, "m: no model is converted")],
+    ids=["no window", "local", "unconverted"],
+)
+def test_models_without_a_window_beside_a_state_cannot_be_measured_without_it(settings: Any, reason: str) -> None:
+    model = pretrained("llama") if settings is None else converted(**settings)
+    with pytest.raises(EvaluationError, match=f"^without_window: {reason}"):
+        evaluate({"m": (model, tokenizer())}, data={"t": TEXT}, length=32, without_window=True, **QUIET)
 
 
 def test_evaluate_fails_before_the_first_model_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

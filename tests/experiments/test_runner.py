@@ -456,7 +456,8 @@ def test_bad_comparisons_are_refused_before_a_run_starts(files: Files, tmp_path:
     output = tmp_path / "out"
     grid = write_grid(tmp_path, {"a": {"rule": "decay"}, "deep": {"rule": "decay", "layers": [7]}})
     assert error_of(*typed(files, "nothing", output)) == (
-        "GRID nothing: no such grid; shipped are paper, paper_longer, smollm2, smollm2_long, or give a YAML file"
+        "GRID nothing: no such grid; shipped are design, design_small, paper, paper_longer, smollm2, smollm2_long, "
+        "or give a YAML file"
     )
     assert "no such grid" in error_of(*typed(files, tmp_path / "missing.yaml", output))
     assert error_of(*typed(files, grid, output, "--only", "a,b")) == (

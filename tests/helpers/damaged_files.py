@@ -27,6 +27,7 @@ from safetensors.torch import save as save_tensors
 
 from fastweights.data.token_files import check_vocabulary, prepare
 from fastweights.decode.generation import generate_sequence
+from fastweights.decode.prefill import prefill
 from fastweights.experiments.grid import load_grid
 from fastweights.loading import load, load_tokenizer
 from fastweights.modeling import state_format
@@ -34,6 +35,7 @@ from fastweights.modeling.cache import FastWeightsCache
 from fastweights.modeling.description import describe_source
 from fastweights.report import tables_of
 from fastweights.results import read_result
+from fastweights.serve.snapshot import Snapshot, from_bytes, to_bytes
 from fastweights.training.recipe import load_recipe
 from fastweights.utils.errors import FastWeightsError
 from helpers.cli import save_model, tokenizer
@@ -287,6 +289,8 @@ def file_kinds(folder: Path) -> dict[str, FileKind]:
     """Intact files of every kind under a folder."""
     kinds = {"state": _state_kind(folder / "state", "gpt2", m=4, window=3, rule="gated")}
     kinds["hybrid state"] = _state_kind(folder / "hybrid", "mistral", m=4, layers=(0,))
+    kinds["snapshot"] = _snapshot_kind(folder / "snapshot", "gpt2", m=4, window=3, rule="gated")
+    kinds["hybrid snapshot"] = _snapshot_kind(folder / "hybrid_snapshot", "mistral", m=4, layers=(0,))
     model = save_model(folder / "model", m=4)
     for name, mutate in (
         ("config.json", mutate_json),
@@ -344,6 +348,21 @@ def _state_kind(folder: Path, family: str, **settings: Any) -> FileKind:
         ids = tokens(1, 2, seed=1)
         with torch.no_grad():
             return model(ids, past_key_values=loaded, attention_mask=loaded.mask_for(ids)).logits.tolist()
+
+    return FileKind(file, read, mutate_state, has_checksum=True)
+
+
+def _snapshot_kind(folder: Path, family: str, **settings: Any) -> FileKind:
+    """A state with the logits of the next token, as the server reads it from memory."""
+    model, file = load(save_model(folder, family, **settings)), folder / "snapshot.safetensors"
+    logits, state = prefill(model, tokens(9))
+    file.write_bytes(to_bytes(Snapshot(state, logits[0]), model))
+
+    def read() -> Any:
+        snapshot = from_bytes(file.read_bytes(), model, str(file))
+        following, _ = prefill(model, tokens(2, seed=1), snapshot.state)
+        # A file without logits is a snapshot, too.
+        return (logits[0] if snapshot.logits is None else snapshot.logits).tolist(), following.tolist()
 
     return FileKind(file, read, mutate_state, has_checksum=True)
 

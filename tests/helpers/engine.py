@@ -16,6 +16,9 @@ SETTINGS = [
     dict(rule="gated_delta", m=6, window=3),
     dict(rule="add", m=6, feature_map="elu", normalize="attention", output_norm=True),
     dict(rule="gated", m=12, state_heads="kv", window=1),
+    dict(rule="gated_delta", m=8, window=4, sinks=2, mix="token", projections="shared", gate_rank=3),
+    dict(rule="decay", m=8, gate_init="log", window=3, projections="shared", state_heads="kv", gate_rank=5),
+    dict(rule="add", m=8, window=3, projections="shared"),
     dict(rule="local", window=4),
 ]
 LENGTHS = (1, 9, 4)

@@ -42,12 +42,12 @@ def config_of(family: str, **changes: Any) -> Any:
 
 
 @functools.cache
-def _pretrained(family: str) -> Any:
+def _pretrained(family: str, **changes: Any) -> Any:
     """Weights far larger than a fresh start's, so that tokens differ clearly and every bias counts."""
     name = CONFIGS[family][0]
     model_class = getattr(transformers, f"{name}LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")
     torch.manual_seed(7)
-    model = model_class(config_of(family)).eval()
+    model = model_class(config_of(family, **changes)).eval()
     keep_softcap(model.config)  # as fw.load has it
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
@@ -58,8 +58,8 @@ def _pretrained(family: str) -> Any:
     return model
 
 
-def pretrained(family: str) -> Any:
-    return copy.deepcopy(_pretrained(family))
+def pretrained(family: str, **changes: Any) -> Any:
+    return copy.deepcopy(_pretrained(family, **changes))
 
 
 def tokens(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -71,4 +71,6 @@ def depend_on_input(model: Any) -> None:
     generator = torch.Generator().manual_seed(3)
     for name, parameter in model.named_parameters():
         if (".gates." in name and name.endswith("weight")) or ".mix.from_token." in name:
-            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
+            # as much for gates of low rank, whose input is narrower
+            scale = 0.3 * (model.config.hidden_size / parameter.shape[1]) ** 0.5
+            parameter.data = (torch.randn(parameter.shape, generator=generator) * scale).to(parameter)

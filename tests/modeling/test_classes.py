@@ -17,7 +17,7 @@ import torch
 import torch._dynamo.testing
 import transformers
 from helpers.relative_error import assert_close
-from helpers.tiny import CONFIGS, config_of, pretrained, tokens
+from helpers.tiny import CONFIGS, config_of, depend_on_input, pretrained, tokens
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import fastweights as fw
@@ -30,6 +30,7 @@ VARIANTS = [
     dict(rule="delta", m=6, window=3, output_norm=True),
     dict(rule="decay", m=6, window=3, mix="token"),
     dict(rule="gated", m=4, feature_map="rfa", normalize="attention", layers=(1,)),
+    dict(rule="gated_delta", m=8, window=3, mix="token", projections="shared", gate_rank=3),
     dict(rule="local", window=4, sinks=2),
 ]
 
@@ -177,6 +178,7 @@ def test_gradient_checkpointing_changes_nothing(family: str, settings: dict[str,
 @pytest.mark.parametrize("settings", VARIANTS, ids=lambda s: s["rule"])
 def test_every_new_parameter_is_trained(settings: dict[str, Any]) -> None:
     model = converted("qwen3", **settings).train()
+    depend_on_input(model)  # the first of two low-rank maps gets a gradient after the second's first step
     gradients = _gradients(model, tokens(2, 20))
     assert gradients.keys() == {name for name, _ in model.named_parameters()}
     silent = [name for name, gradient in gradients.items() if not gradient.any()]

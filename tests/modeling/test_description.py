@@ -27,6 +27,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "local with sinks": dict(rule="local", window=9, sinks=8),
     "normalized": dict(rule="add", feature_map="relu", normalize="attention+sum", m=6),
     "delta, shared states": dict(rule="delta", normalize="attention", state_heads="kv", m=8),
+    "shared projections": dict(rule="gated", m=8, window=5, projections="shared", gate_rank=2),
+    "shared projections, shared states": dict(
+        rule="gated_delta", m=8, window=5, projections="shared", state_heads="kv"
+    ),
     "local": dict(rule="local", window=7),
     "hybrid": dict(m=8, layers=(1,), window=3),
 }

@@ -22,7 +22,7 @@ VARIANTS = [
     dict(rule="delta", m=6, window=3, sinks=2),
     dict(rule="local"),
     dict(m=4, layers=(0,)),
-    dict(rule="gated_delta", m=6, window=3),
+    dict(rule="gated_delta", m=8, window=3, mix="token", projections="shared", gate_rank=3),
 ]
 
 
@@ -209,11 +209,12 @@ def test_saved_state_loads_only_with_its_own_model(tmp_path: Path) -> None:
 
 def test_checkpoints_and_states_from_before_a_setting_still_load(tmp_path: Path) -> None:
     """A model whose config.json does not name the newer settings, and a state that was saved with it."""
-    new, ids = converted(m=6, window=3), tokens(1, 5)
+    settings = dict(rule="gated", m=8, window=3)
+    new, ids = converted(**settings), tokens(1, 5)
     new.save_pretrained(tmp_path / "model")
     path = tmp_path / "model" / "config.json"
     config = json.loads(path.read_text())
-    for name in ("mix", "sinks"):
+    for name in ("mix", "sinks", "projections", "gate_rank"):
         del config["fastweights"][name]
     path.write_text(json.dumps(config))
     old = fw.load(tmp_path / "model")
@@ -222,9 +223,9 @@ def test_checkpoints_and_states_from_before_a_setting_still_load(tmp_path: Path)
         old(ids, use_cache=True).past_key_values.save(tmp_path / "state", old)
     for model in (old, new):
         assert int(fw.FastWeightsCache.load(tmp_path / "state", model).seen) == 5
-    for other in (dict(mix="token"), dict(sinks=2)):
+    for other in (dict(mix="token"), dict(sinks=2), dict(projections="shared"), dict(gate_rank=2)):
         with pytest.raises(StateError, match="belongs to another model"):
-            fw.FastWeightsCache.load(tmp_path / "state", converted(m=6, window=3, **other))
+            fw.FastWeightsCache.load(tmp_path / "state", converted(**settings | other))
 
 
 def test_unsupported_uses_of_a_state_are_refused_with_the_reason() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 import fastweights as fw
 from fastweights.modeling.families import family_of
 from fastweights.modeling.initialization import exact_factors, log_gate, query_key_factors, uniform_gate
+from fastweights.modeling.layer import FastWeightsAttention
 
 HEADS, D, WIDTH = 4, 8, 32
 
@@ -263,6 +264,52 @@ def test_no_overflow_in_bfloat16_after_conversion(family: str, settings: dict[st
         assert torch.isfinite(parameter.grad).all(), name
 
 
+SHARED_RULES = [
+    dict(rule="gated_delta"),
+    dict(rule="gated_delta", state_heads="kv"),
+    dict(rule="decay", gate_init="log"),
+    dict(rule="gated", state_heads="kv", output_norm=True),
+    dict(rule="delta", feature_map="none", normalize="unit"),
+    dict(rule="add"),
+]
+
+
+@pytest.mark.parametrize("settings", SHARED_RULES, ids=lambda s: "-".join(map(str, s.values())))
+@pytest.mark.parametrize("family", CONFIGS)
+@torch.no_grad()
+def test_shared_projections_start_as_a_states_own(family: str, settings: dict[str, Any]) -> None:
+    """With biases, norms of queries and keys, a cap on the logits, sliding windows and groups of heads."""
+    own, shared = (
+        fw.convert(pretrained(family), fw.FastWeightsConfig(m=D, window=3, projections=kind, **settings)).eval()
+        for kind in ("own", "shared")
+    )
+    for layer in (x for model in (own, shared) for x in model.modules() if isinstance(x, FastWeightsAttention)):
+        layer.mix.logit.zero_()  # half of the output is the state's
+    ids = tokens(2, 19)
+    assert_close("logits", shared(ids).logits, own(ids).logits, 1e-5)
+    names = [name for name, _ in shared.named_parameters() if ".rule.projections." in name]
+    assert not names and any(".rule.projections." in name for name, _ in own.named_parameters())
+
+
+@pytest.mark.parametrize("rule", ["decay", "gated", "delta", "gated_delta"])
+def test_low_rank_gates_start_as_full_rank_and_learn(rule: str) -> None:
+    settings = dict(rule=rule, m=D, window=3, mix="token")
+    full, low, other = (
+        fw.convert(pretrained("llama"), fw.FastWeightsConfig(**settings, **more))
+        for more in ({}, dict(gate_rank=3), dict(gate_rank=3, seed=1))
+    )
+    ids = tokens(2, 9)
+    assert torch.equal(low(ids).logits, full(ids).logits)
+    layer, (down, other_down) = family_of_converted(low), (family_of_converted(x).gate_down for x in (low, other))
+    assert down.weight.shape == (3, WIDTH) and not torch.equal(down.weight, other_down.weight)
+    linears = [*layer.rule.gates.values(), layer.mix.from_token]
+    optimizer = torch.optim.SGD(low.parameters(), lr=1.0)
+    for _ in range(2):
+        low(ids, labels=ids).loss.backward()
+        optimizer.step()
+    assert all(linear.weight.any() for linear in linears) and down.weight.grad.any()
+
+
 def test_a_share_from_the_token_starts_as_the_constant_one() -> None:
     constant, token = (
         fw.convert(pretrained("llama"), fw.FastWeightsConfig(m=6, window=3, mix=mix)).eval()
@@ -272,3 +319,13 @@ def test_a_share_from_the_token_starts_as_the_constant_one() -> None:
     assert torch.equal(token(ids).logits, constant(ids).logits)
     depend_on_input(token)
     assert not torch.allclose(token(ids).logits, constant(ids).logits)
+
+
+def test_rules_with_unit_keys_start_with_more_of_the_state() -> None:
+    """Their outputs are no larger than attention's; those of decay and gated are many times larger."""
+    unit = [dict(rule="gated_delta"), dict(rule="delta", feature_map="none", normalize="unit")]
+    for share, settings in [(0.9, unit), (0.98, [dict(rule="decay"), dict(rule="delta"), dict(rule="gated")])]:
+        for chosen in settings:
+            model = fw.convert(pretrained("gpt2"), fw.FastWeightsConfig(m=6, window=3, **chosen))
+            logit = family_of_converted(model).mix.logit
+            assert_close(f"share of {chosen}", logit.sigmoid(), torch.full((HEADS,), share), 1e-6)

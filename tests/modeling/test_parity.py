@@ -31,6 +31,7 @@ from fastweights.rules import DELTA_RULES
 TOLERANCE = 1e-5
 LENGTH = 37
 M = 6
+HEAD_DIM = 8  # of all tiny models
 
 
 OPTIONS = [
@@ -41,6 +42,11 @@ OPTIONS = [
     dict(rule="gated_delta", m=M, window=4, output_norm=True),
     dict(rule="gated_delta", m=11, rotary="drop", state_heads="kv", gate_init="uniform"),
     dict(rule="add", m=M, state_heads="kv", output_norm=True),
+    dict(rule="gated_delta", m=HEAD_DIM, window=4, sinks=2, mix="token", projections="shared", gate_rank=3),
+    dict(rule="decay", m=HEAD_DIM, gate_init="log", window=9, projections="shared", state_heads="kv", gate_rank=32),
+    dict(rule="gated", m=HEAD_DIM, window=3, projections="shared", output_norm=True),
+    dict(rule="add", m=HEAD_DIM, window=3, projections="shared", mix="token", gate_rank=1),
+    dict(rule="delta", m=M, gate_rank=2),
     dict(rule="local", window=1),
     dict(rule="local", window=50),
     dict(rule="local", window=6, sinks=2),
@@ -66,7 +72,7 @@ BEAM_SETTINGS = [
     dict(rule="decay", m=M),
     dict(rule="gated", m=M, window=3, mix="token"),
     dict(rule="delta", m=M),
-    dict(rule="gated_delta", m=M, window=3),
+    dict(rule="gated_delta", m=HEAD_DIM, window=3, projections="shared", gate_rank=3),
     dict(rule="add", m=M, feature_map="elu", normalize="attention"),
     dict(rule="local", window=5, sinks=2),
 ]
@@ -234,7 +240,7 @@ def test_product_has_every_combination_the_config_accepts() -> None:
     by_rule = {rule: sum(settings["rule"] == rule for settings in DEFINED) for rule in RULES}
     assert by_rule == {"decay": 6, "gated": 20, "delta": 26, "gated_delta": 16, "add": 20, "local": 1}
     assert len(CONFIGS) == 9 and VOCAB > 2
-    assert {name: len(matrix) for name, matrix in MATRICES.items()} == {"settings": 1602, "options": 180, "beams": 108}
+    assert {name: len(matrix) for name, matrix in MATRICES.items()} == {"settings": 1602, "options": 270, "beams": 108}
 
 
 @pytest.mark.parametrize("matrix", MATRICES)

@@ -13,7 +13,12 @@ from torch import nn
 import fastweights as fw
 from fastweights.modeling.layer import FastWeightsAttention
 
-VARIANTS = [dict(rule="decay", m=8), dict(rule="delta", m=8, window=3, mix="token"), dict(rule="local", window=4)]
+VARIANTS = [
+    dict(rule="decay", m=8),
+    dict(rule="delta", m=8, window=3, mix="token"),
+    dict(rule="gated_delta", m=8, window=3, mix="token", projections="shared", gate_rank=3),
+    dict(rule="local", window=4),
+]
 
 
 def quantize(model: Any, modules: Any) -> Any:

@@ -19,11 +19,12 @@ GREEDY = dict(do_sample=False, pad_token_id=0)
 VARIANTS = [
     dict(rule="decay", m=6),
     dict(rule="delta", m=6, window=3, sinks=2),
+    dict(rule="gated_delta", m=8, window=3, mix="token", projections="shared", gate_rank=3),
     dict(rule="local", window=4),
     dict(m=4, layers=(0,)),
     dict(m=4, layers=(1,)),
 ]
-NAMES = ["decay", "delta-window", "local", "first", "second"]
+NAMES = ["decay", "delta-window", "shared", "local", "first", "second"]
 
 
 def converted(family: str = "llama", **settings: Any) -> Any:
@@ -88,7 +89,7 @@ def test_caches_for_attention_are_ignored(kind: str) -> None:
 
 @pytest.mark.parametrize("length", [4, 12])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text"])
-@pytest.mark.parametrize("settings", [VARIANTS[0], *VARIANTS[3:]], ids=["decay", "first", "second"])
+@pytest.mark.parametrize("settings", [VARIANTS[0], *VARIANTS[4:]], ids=["decay", "first", "second"])
 @torch.no_grad()
 def test_a_static_cache_is_saved_and_continued_without_its_empty_end(
     family: str, settings: dict[str, Any], length: int, tmp_path: Path

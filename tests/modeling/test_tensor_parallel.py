@@ -17,6 +17,7 @@ import fastweights as fw
 from fastweights.modeling.classes import CLASSES
 
 VARIANTS = [dict(rule="decay", m=4), dict(rule="delta", m=4, window=3, mix="token"), dict(m=4, layers=(0,))]
+VARIANTS.append(dict(rule="gated_delta", m=8, window=3, mix="token", projections="shared", gate_rank=3))
 
 # Every process compares the sharded model with the whole one; a failed assertion ends torchrun with an error.
 RUN = """
@@ -41,7 +42,7 @@ torch.distributed.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("settings", VARIANTS, ids=["decay", "delta-window", "hybrid"])
+@pytest.mark.parametrize("settings", VARIANTS, ids=["decay", "delta-window", "hybrid", "shared"])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_tensor_parallel_plan_names_no_module_that_is_gone(
     family: str, settings: dict[str, Any], tmp_path: Path

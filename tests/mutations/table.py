@@ -105,6 +105,29 @@ MUTATIONS = [
         ("modeling/test_window.py",),
     ),
     Mutation(
+        "a shared key goes to the states of another query",
+        "modeling/layer",
+        r"x\.repeat_interleave\(self\.states // k\.shape\[2\], dim=2\)",
+        "x.repeat(1, 1, self.states // k.shape[2], 1)",
+        ("modeling/test_initialization.py",),
+        "shared_projections",
+    ),
+    Mutation(
+        "shared queries and keys of the previous token",
+        "decode/model",
+        r"heads\.prepared = None\n\n",
+        "heads.end = heads.end\n\n",
+        (ENGINE,),
+    ),
+    Mutation(
+        "low-rank gates can never learn",
+        "modeling/initialization",
+        r"copy_\(rows / shape\.width\*\*0\.5\)",
+        "copy_(rows * 0)",
+        ("modeling/test_initialization.py",),
+        "low_rank",
+    ),
+    Mutation(
         "the window drops the softcap",
         "window",
         r"logits = softcap \* torch\.tanh\(logits / softcap\)",
@@ -241,6 +264,20 @@ MUTATIONS = [
         ("training/test_losses.py",),
     ),
     Mutation(
+        "the teacher's attention distances cross documents",
+        "training/attention_distance",
+        r" & \(distance <= place\[rows, None\]\)",
+        "",
+        ("training/test_attention_distance.py",),
+    ),
+    Mutation(
+        "the scale of the keys does not follow the memory lengths",
+        "modeling/initialization",
+        r"rule\.key_scale\.copy_\(\(-logits\)\.sigmoid\(\)\)",
+        "pass",
+        ("training/test_attention_distance.py",),
+    ),
+    Mutation(
         "the distillation loss is not scaled by the temperature",
         "training/",
         r"temperature\*\*2 \* divergence",
@@ -278,9 +315,9 @@ MUTATIONS = [
     ),
     Mutation(
         "the engine fills the wrong slot",
-        "decode/engine",
-        r"self\.decoder\.set_slot\(slot, state\)",
-        "self.decoder.set_slot(0, state)",
+        "decode/batch",
+        r"self\.decoder\.set_slot\(slot, reader\.state\)",
+        "self.decoder.set_slot(0, reader.state)",
         (ENGINE,),
     ),
     Mutation(
@@ -328,5 +365,27 @@ MUTATIONS = [
         r"replace\(recipe, seed=seed\)",
         "recipe",
         ("experiments/test_grid.py", "experiments/test_runner.py"),
+    ),
+    # recall in training
+    Mutation(
+        "a passage is repeated in another document",
+        "data/recall_rows",
+        r"return places\[document\[places\] == .*\]",
+        "return places",
+        ("data/test_recall_rows.py",),
+    ),
+    Mutation(
+        "all processes have the same rows that need recall",
+        "data/batches",
+        r"step \* self\.rows \+ rank \* share\)",
+        "step * self.rows)",
+        ("data/test_recall_rows.py",),
+    ),
+    Mutation(
+        "the window is left out of all rows of a batch",
+        "modeling/layer",
+        r"self\.rows_without_window\.to\(from_rule\.device\)\[",
+        "self.rows_without_window.any()[None][",
+        ("modeling/test_modes.py",),
     ),
 ]

@@ -72,3 +72,8 @@ def test_a_models_settings_name_its_sinks_where_it_has_some() -> None:
     settings = FastWeightsConfig(window=64, sinks=4).to_dict()
     assert settings_text(settings) == "decay, m 32, window 64, sinks 4"
     assert settings_text(settings | {"sinks": 0}) == "decay, m 32, window 64"
+
+
+def test_a_models_settings_name_what_makes_it_smaller() -> None:
+    settings = FastWeightsConfig(rule="gated", window=64, projections="shared", gate_rank=16).to_dict()
+    assert settings_text(settings) == "gated, m 32, window 64, shared projections, gate rank 16"

@@ -14,6 +14,7 @@ from helpers.tiny import pretrained
 from helpers.training import STEP, make_recipe, make_train_config, train_in, training_files
 
 import fastweights as fw
+from fastweights.modeling.modes import without_window
 from fastweights.training.losses import StageLoss, capture_attention
 from fastweights.training.optimizer import compile_blocks, uncompile_blocks
 from fastweights.training.recipe import Stage
@@ -55,6 +56,22 @@ def test_compiled_blocks_give_the_same_loss_and_gradients(name: str) -> None:
     assert len(found[1]) == len(expected[1]) > 0
     for one, other in zip([found[0], *found[1]], [expected[0], *expected[1]], strict=True):
         assert_close(name, one, other, 1e-4)
+
+
+@pytest.mark.parametrize("name", ["transfer", "distill"])
+def test_compiled_blocks_leave_the_window_out_of_the_same_rows(name: str) -> None:
+    rows, found = torch.tensor([False, True]), []
+    for compiled in (False, True):
+        student, teacher = converted(), pretrained("llama")
+        if compiled:
+            compile_blocks(student, teacher, STAGES[name])
+        losses = [gradients(student, teacher, STAGES[name])[0]]
+        for dropped in (rows, ~rows):
+            with without_window(student, dropped):
+                losses.append(gradients(student, teacher, STAGES[name])[0])
+        assert len(set(map(float, losses))) == 3
+        found.append(torch.stack(losses))
+    assert_close(name, found[1], found[0], 1e-4)
 
 
 def test_attention_of_uncompiled_teacher_is_captured_again() -> None:

@@ -17,10 +17,10 @@ from torch import Tensor
 
 import fastweights as fw
 from fastweights.modeling.families import family_of
+from fastweights.modeling.layer import converted_layers
 from fastweights.training.losses import (
     StageLoss,
     capture_attention,
-    converted_layers,
     layer_output,
     next_tokens,
     run_model,

@@ -10,7 +10,7 @@ import torch
 from helpers.tiny import CONFIGS, config_of, pretrained, tokens
 
 import fastweights as fw
-from fastweights.training.losses import converted_layers
+from fastweights.modeling.layer import converted_layers
 from fastweights.training.optimizer import (
     WATCHED_STEPS,
     Diverged,

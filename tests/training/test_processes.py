@@ -222,6 +222,15 @@ def test_two_processes_match_one_process(files: Files, alone: Path, tmp_path: Pa
     assert float((logits[0] - logits[1]).norm() / logits[1].norm()) < 1e-5
 
 
+def test_two_processes_drop_the_windows_of_the_same_rows_as_one(files: Files, tmp_path: Path) -> None:
+    windowed = files._replace(converted=save_converted(tmp_path / "converted", files.base, window=4))
+    recipe = make_recipe((dict(CHAIN[1], tokens=3 * STEP, window_dropout=0.5),))
+    train_in(tmp_path / "alone", make_train_config(windowed, recipe))
+    programs = two_programs(tmp_path / "outputs", *command(windowed, tmp_path / "run", recipe))
+    assert [program.wait() for program in programs] == [0, 0], programs[0].output
+    assert losses_of(tmp_path / "run") == pytest.approx(losses_of(tmp_path / "alone"), rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("how", "number", "signalled", "code"),
     [((), signal.SIGKILL, (0, 1), -signal.SIGKILL), (("--shard",), signal.SIGTERM, (1,), 143)],

@@ -21,6 +21,7 @@ from helpers.training import (
     command,
     make_recipe,
     make_train_config,
+    save_converted,
     train_in,
     training_files,
 )
@@ -103,6 +104,14 @@ def test_steps_and_rows_follow_tokens_and_lengths() -> None:
         ("stages: [{clip: .nan}]", "stages[0].clip must be above 0, found nan"),
         ("stages: [{beta2: 1}]", "stages[0].beta2 must be at least 0 and below 1, found 1"),
         ("stages: [{cross_entropy: -1}]", "stages[0].cross_entropy must be at least 0, found -1"),
+        ("stages: [{recall: 1.5}]", "stages[0].recall must be between 0 and 1, found 1.5"),
+        ("stages: [{recall: .nan}]", "stages[0].recall must be between 0 and 1, found nan"),
+        ("stages: [{window_dropout: -1}]", "stages[0].window_dropout must be between 0 and 1, found -1"),
+        ("stages: [{window_dropout: half}]", "stages[0].window_dropout must be a number, found 'half'"),
+        (
+            "stages: [{loss: distill, recall: 0.2, length: 32}]",
+            "distill.recall=0.2: length must be at least 64 tokens, found 32",
+        ),
         ("stages: [{length: 1}]", "stages[0].length must be at least 2, found 1"),
         ("stages: [{length: 500}]", "batch_tokens must be a multiple of the sequence length, found 16384 and 500"),
         ("batch_tokens: 500", "batch_tokens must be a multiple of the sequence length, found 500 and 512"),
@@ -259,6 +268,16 @@ def test_recipe_that_does_not_fit_the_model_is_refused(files: Files) -> None:
     assert "the stage distill trains nothing" in refused(files, "--set", "distill.learning_rate=0")
     assert "distill.top_k=62: " in refused(files, "--set", "distill.top_k=62")
     assert "no folder at" in refused(files, model=files.folder / "nowhere")
+
+
+def test_window_dropout_of_a_model_without_window_is_refused(files: Files) -> None:
+    local = save_converted(files.folder / "local", files.base, rule="local", window=4)
+    typed, setting = ("--set", "distill.window_dropout=0.1"), "distill.window_dropout=0.1: "
+    assert f"{setting}{files.converted} has no window: convert it with a window" in refused(files, *typed)
+    assert f"{setting}{local} has the rule local" in refused(files, *typed, model=local)
+    finetune = ("--set", "transfer.loss=finetune", "--set", "distill.loss=finetune")
+    unconverted = refused(files, *finetune, "--set", "finetune.window_dropout=1", model=files.base)
+    assert f"finetune.window_dropout=1: {files.base} is not converted" in unconverted
 
 
 def test_teacher_that_does_not_fit_is_refused(files: Files) -> None:

@@ -362,6 +362,69 @@ def test_resume_with_dropout_matches_uninterrupted_run(files: Files, tmp_path: P
     assert_same_run(tmp_path / "run", tmp_path / "True")
 
 
+RECALL_LENGTH = 64
+RECALL = tuple(dict(stage, tokens=4 * 4 * RECALL_LENGTH, recall=0.5, window_dropout=0.5) for stage in CHAIN)
+
+
+@pytest.fixture(scope="module")
+def windowed(files: Files, tmp_path_factory: pytest.TempPathFactory) -> Files:
+    """A model with a window, and documents that are long enough for recall."""
+    folder = tmp_path_factory.mktemp("windowed")
+    converted = save_converted(folder / "converted", files.base, window=4)
+    (folder / "text.txt").write_text(files.data.read_text().replace("\n<|endoftext|>\n", " "))
+    return files._replace(converted=converted, data=folder / "text.txt")
+
+
+def recall_recipe(stages: tuple[dict[str, Any], ...] = RECALL, **settings: Any) -> Any:
+    return make_recipe(stages, length=RECALL_LENGTH, batch_tokens=4 * RECALL_LENGTH, **settings)
+
+
+@pytest.fixture(scope="module")
+def recalling(windowed: Files) -> Path:
+    """A run with recall and window dropout."""
+    train_in(windowed.converted.parent / "recalling", make_train_config(windowed, recall_recipe()))
+    return windowed.converted.parent / "recalling"
+
+
+@pytest.mark.parametrize("after", [2, 5])
+def test_resume_with_recall_and_window_dropout_matches_uninterrupted_run(
+    windowed: Files, recalling: Path, tmp_path: Path, after: int
+) -> None:
+    crash_after(tmp_path / "run", make_train_config(windowed, recall_recipe()), after)
+    resume_in(tmp_path / "run")
+    assert_same_run(tmp_path / "run", recalling)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [dict(micro_batch=1), dict(micro_batch=3), dict(gradient_checkpointing=True)],
+    ids=["micro-batches of 1", "micro-batches of 3", "gradient checkpointing"],
+)
+def test_recall_and_window_dropout_do_not_depend_on_micro_batches_or_gradient_checkpointing(
+    windowed: Files, recalling: Path, tmp_path: Path, settings: Any
+) -> None:
+    train_in(tmp_path / "run", make_train_config(windowed, recall_recipe(**settings)))
+    assert_same_losses(tmp_path / "run", recalling, 1e-5)
+    norms = [[line["gradient_norm"] for line in lines(run) if "loss" in line] for run in (tmp_path / "run", recalling)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["recall", "window_dropout"])
+def test_recall_and_window_dropout_change_the_losses_but_not_the_validation_before(
+    windowed: Files, recalling: Path, tmp_path: Path, name: str
+) -> None:
+    train_in(tmp_path / "run", make_train_config(windowed, recall_recipe(tuple(s | {name: 0} for s in RECALL))))
+    assert losses_of(tmp_path / "run") != losses_of(recalling)
+    assert lines(tmp_path / "run")[0] == lines(recalling)[0] and "validation_loss" in lines(recalling)[0]
+
+
+def test_window_dropout_of_1_trains_states_alone(windowed: Files, recalling: Path, tmp_path: Path) -> None:
+    stages = tuple(dict(stage, recall=0, window_dropout=1) for stage in RECALL)
+    train_in(tmp_path / "run", make_train_config(windowed, recall_recipe(stages)))
+    assert not [name for name in changed(windowed.converted, tmp_path / "run" / "last") if ".window." in name]
+    assert [name for name in changed(windowed.converted, recalling / "last") if ".window." in name]
+
+
 @pytest.mark.parametrize("fit", ["full", "scale"])
 def test_fitted_outputs_start_with_a_lower_loss_in_both_precisions(
     files: Files, chain: Path, tmp_path: Path, fit: str, monkeypatch: pytest.MonkeyPatch
@@ -375,6 +438,36 @@ def test_fitted_outputs_start_with_a_lower_loss_in_both_precisions(
     crash_after(tmp_path / "run", make_train_config(files, make_recipe((dict(CHAIN[0], fit=fit), CHAIN[1]))), 4)
     resume_in(tmp_path / "run")
     assert losses_of(tmp_path / "run") == losses_of(tmp_path / "float32")
+
+
+def test_memory_lengths_come_from_the_teacher_in_a_fit(files: Files, tmp_path: Path) -> None:
+    """Without one the run says that they do not, and they stay log-spaced."""
+    student = str(save_converted(tmp_path / "student", files.base, gate_init="teacher", window=4))
+    shown = {}
+    for fit in ("none", "full"):
+        text = io.StringIO()
+        # a rate that leaves the gates where the fit put them
+        config = make_train_config(files, make_recipe((dict(CHAIN[0], fit=fit, learning_rate=1e-9),)), model=student)
+        train(config, tmp_path / fit, display=Display(console=Console(file=text, width=400)))
+        shown[fit] = text.getvalue()
+    assert "gate_init='teacher'" in shown["none"] and "gate_init='teacher'" not in shown["full"]
+    gates = {fit: weights_of(tmp_path / fit / "last") for fit in shown}
+    name = "transformer.h.0.attn.rule.gates.f.bias"
+    assert torch.allclose(gates["none"][name], weights_of(Path(student))[name], atol=1e-6)
+    assert not torch.allclose(gates["full"][name], gates["none"][name], atol=0.1)
+
+
+def test_resume_after_a_fit_of_memory_lengths_matches_uninterrupted_run(files: Files, tmp_path: Path) -> None:
+    """From the checkpoint of a later step, and again from the start where there is none."""
+    student = str(save_converted(tmp_path / "student", files.base, gate_init="teacher", window=4))
+    stages = tuple(dict(stage, fit="full") for stage in CHAIN)
+    for name, settings in (("validated", {}), ("unvalidated", dict(validation=None))):
+        config = make_train_config(files, make_recipe(stages), model=student, **settings)
+        train_in(tmp_path / f"{name} whole", config)
+        for steps in (1, 4):
+            crash_after(tmp_path / f"{name} {steps}", config, steps)
+            resume_in(tmp_path / f"{name} {steps}")
+            assert losses_of(tmp_path / f"{name} {steps}") == losses_of(tmp_path / f"{name} whole")
 
 
 def test_bfloat16_keeps_the_weights_in_float32(files: Files, chain: Path, tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import fastweights as fw
-from fastweights.decode.engine import Engine, GenerationError
+from fastweights.decode.batch import GenerationError
+from fastweights.decode.engine import Engine
 from fastweights.decode.generation import generate_sequence
 from fastweights.loading import load
 from fastweights.modeling.cache import FastWeightsCache, StateError
@@ -24,7 +25,15 @@ from fastweights.utils.errors import CheckpointError
 from fastweights.utils.parsing import ParseError, parse_json, parse_yaml
 
 KINDS = [
-    *("state", "hybrid state", "config.json", "model.safetensors", "generation_config.json"),
+    *(
+        "state",
+        "hybrid state",
+        "snapshot",
+        "hybrid snapshot",
+        "config.json",
+        "model.safetensors",
+        "generation_config.json",
+    ),
     *(
         "base generation_config.json",
         "tokenizer.json",

@@ -1,6 +1,6 @@
 """Triton kernel of a linear layer fused with the norm, activation and residual around it, for a decoding step.
 
-Shapes: x [B,K]   weight [N,K]   bias, weight_sums [N]   residual, out [B,N]
+Shapes: x [B,K], rows x_stride apart   weight [N,K]   bias, weight_sums [N]   residual, out [B,N]
         gated: weight [2N,K], bias and weight_sums [2N]; each gate row stands before the row that it multiplies
         norm_sums [parts,B], or [2,parts,B] for a layer norm: sums of squares, then sums of elements
 
@@ -121,6 +121,7 @@ def linear_kernel(
     rows,
     n,
     k,
+    x_stride,
     eps,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -170,7 +171,7 @@ def linear_kernel(
         if GATED:
             w2 = tl.load((weight_rows + k)[:, None] + i[None, :], tile, 0.0).to(tl.float32)
         wait_for_previous_kernel(OVERLAP)
-        values = tl.load(x + row_block * k + i, inside, 0.0).to(tl.float32)
+        values = tl.load(x + row_block * x_stride + i, inside, 0.0).to(tl.float32)
         total = tl.sum(values, 0)
         squares = tl.sum(values * values, 0)
         acc = tl.sum(w * values[None, :], 1)[None, :]
@@ -207,7 +208,7 @@ def linear_kernel(
                 sum_x = _load_parts(norm_sums + NORM_PARTS * rows, row, rows, NORM_PARTS)
         for start in range(begin, end, BLOCK_K):
             at = start + i
-            values = tl.load(x + row[:, None] * k + at[None, :], (row < rows)[:, None] & (at < k)[None, :], 0.0)
+            values = tl.load(x + row[:, None] * x_stride + at[None, :], (row < rows)[:, None] & (at < k)[None, :], 0.0)
             if SUMS != "none":
                 if TENSOR:
                     sum_xx += matmul(values, tl.trans(values), OPERAND, PRECISION)

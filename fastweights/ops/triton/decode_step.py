@@ -85,6 +85,7 @@ def step_kernel(
     angle_stride,
     STATES: tl.constexpr,
     GROUP: tl.constexpr,
+    STATES_PER_KEY: tl.constexpr,
     D: tl.constexpr,
     M: tl.constexpr,
     ROTARY_PAIRS: tl.constexpr,
@@ -99,6 +100,8 @@ def step_kernel(
 ):
     """Update one state by one token, in place, and read it with the queries of its group.
 
+    STATES_PER_KEY states have one key and value in common.
+
     Grid: (B*S, slices), or (B*S, 1) with a normalizer. A program handles SLICES slices of BLOCK_D state rows. Rows are
     independent, except that all of them are divided by the normalizer in the last row: with it one program takes all
     slices, since another program could read the normalizer before or after its update.
@@ -108,9 +111,10 @@ def step_kernel(
     """
     batch = tl.program_id(0) // STATES
     head = tl.program_id(0) % STATES
+    key_head = head // STATES_PER_KEY
     i = tl.arange(0, BLOCK_M)
     state_base = state + tl.program_id(0).to(tl.int64) * ((D + NORMALIZE) * M)
-    first, c, s = _load_angles(cos + batch * angle_stride, sin + batch * angle_stride, pairs, i, head, ROTARY_PAIRS)
+    first, c, s = _load_angles(cos + batch * angle_stride, sin + batch * angle_stride, pairs, i, key_head, ROTARY_PAIRS)
     key_scale = tl.full([BLOCK_M], 1.0, tl.float32)
     if HAS_KEY_SCALE:
         key_scale = tl.load(scale + head * M + i, i < M, 0.0).to(tl.float32)
@@ -124,8 +128,8 @@ def step_kernel(
             if NORMALIZE:
                 norm = tl.load(state_base + D * M + i, i < M, 0.0)
             wait_for_previous_kernel(OVERLAP)
-            key = _load_rotated(k + batch * k_stride + head * M, i, M, first, c, s, ROTARY_PAIRS, UNIT) * key_scale
-        value = tl.load(v + batch * v_stride + head * D + j, j < D, 0.0).to(tl.float32)
+            key = _load_rotated(k + batch * k_stride + key_head * M, i, M, first, c, s, ROTARY_PAIRS, UNIT) * key_scale
+        value = tl.load(v + batch * v_stride + key_head * D + j, j < D, 0.0).to(tl.float32)
         if RULE == "decay":
             f = _gate(tl.load(gate + batch * gate_stride + head * M + i, i < M, 0.0))
             z = _gate(tl.load(gate2 + batch * gate2_stride + head * D + j, j < D, 0.0))

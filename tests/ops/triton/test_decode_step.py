@@ -11,7 +11,7 @@ import torch
 from helpers.decode_kernels import DEVICE, kernels, layer_case, needs_triton, randn
 from helpers.gpu_compilation import run_compiling
 from helpers.relative_error import CASES, assert_close, case_name
-from helpers.tiny import pretrained, tokens
+from helpers.tiny import depend_on_input, pretrained, tokens
 from torch import Tensor
 
 import fastweights as fw
@@ -121,6 +121,24 @@ def test_step_kernel_applies_rope_unit_length_and_key_scale(way: str, unit: bool
     assert_close("state", state, expected_state, 1e-6)
 
 
+@pytest.mark.parametrize("way", WAYS[1:])
+@pytest.mark.parametrize("rule", RULES)
+def test_step_kernel_writes_one_key_and_value_to_several_states(rule: str, way: str) -> None:
+    x = inputs(rule, (2, 6, 2, 5, 7), False)
+    few = {name: x[name][:, ::3] for name in ("k", "v")}
+    pairs, cos, sin = torch.tensor([[0, 3], [1, 2]]), randn(2, 4, seed=9), randn(2, 4, seed=10)
+    y, state = run(way, rule, x | few, False, rotary=Rotary(*(t.to(DEVICE) for t in (cos, sin, pairs))))
+    from fastweights.modeling.layer import apply_rotary
+
+    repeated = {name: tensor.repeat_interleave(3, dim=1) for name, tensor in few.items()}
+    x |= repeated
+    for name in ("q", "k"):
+        x[name] = apply_rotary(x[name][:, None], cos[:, None], sin[:, None], pairs)[:, 0]
+    expected, expected_state = truth(rule, x, False)
+    assert_close("y", y, expected, 2e-6)
+    assert_close("state", state, expected_state, 1e-6)
+
+
 def test_step_without_gpu_uses_torch() -> None:
     x = inputs("delta", (2, 3, 2, 5, 7), True)
     states = [x["state"].clone(), x["state"].clone()]
@@ -155,6 +173,16 @@ def test_fused_linear_matches_float64(case: tuple[Any, ...], rows: int, way: str
     assert_close("out", found.cpu(), expected, 2e-6)
     if case[-1]:
         assert found.data_ptr() == out.data_ptr()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("rows", [1, 2, 21])
+def test_fused_linear_takes_columns_of_a_wider_buffer(rows: int, way: str) -> None:
+    case, k = ("none", False, "none", True, False), 5
+    x = torch.nn.functional.pad(randn(rows, k, seed=5), (3, 4), value=math.nan)
+    x = x.to(DEVICE if way == "kernel" else "cpu")[:, 3:-4]
+    layer, x, out, expected = layer_case(case, rows, 37, k, torch.float32, way, x)
+    assert_close("out", layer(x, out).cpu(), expected, 2e-6)
 
 
 @pytest.mark.parametrize("way", WAYS[1:])
@@ -260,6 +288,9 @@ DECODE_MODELS = [
     ("gpt2", 2, dict(rule="delta", m=6)),
     ("llama", 2, dict(rule="gated_delta", m=6, window=3)),
     ("qwen3", 1, dict(rule="gated_delta", m=4, state_heads="kv")),
+    ("llama", 2, dict(rule="gated_delta", m=8, window=3, mix="token", projections="shared", gate_rank=3)),
+    ("qwen3", 1, dict(rule="decay", m=8, gate_init="log", window=3, projections="shared", gate_rank=1)),
+    ("gemma2", 2, dict(rule="add", m=8, window=3, state_heads="kv", projections="shared")),
     ("gpt2", 1, dict(rule="delta", m=5, feature_map="none", normalize="unit")),
     ("qwen3", 1, dict(rule="gated", m=4, normalize="attention", output_norm=True)),
     ("gemma2", 1, dict(rule="decay", m=6)),
@@ -273,6 +304,7 @@ def test_decode_model_with_kernels_matches_the_model(
     family: str, batch: int, settings: dict[str, Any], way: str
 ) -> None:
     model = fw.convert(pretrained(family), fw.FastWeightsConfig(**settings)).eval().to(DEVICE)
+    depend_on_input(model)
     decoder, text = DecodeModel(model, batch, kernels=True), tokens(batch, 6).to(DEVICE)
     with torch.no_grad():
         for slot in range(batch):

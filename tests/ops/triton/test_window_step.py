@@ -16,8 +16,8 @@ from helpers.tiny import tokens
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastweights.decode.engine import prefill
 from fastweights.decode.model import DecodeModel
+from fastweights.decode.prefill import prefill
 from fastweights.modeling.layer import apply_rotary
 from fastweights.ops.step import WINDOW_TILE, Rotary, can_overlap, has_window_kernel, window_kernel
 
