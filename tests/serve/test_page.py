@@ -35,7 +35,9 @@ OPTIONS = [
 ]
 # Greedy, so that texts are the same each time, and answers end only at this length.
 SETTINGS = {"temperature": 0, "maxTokens": 8}
-LONG, STEP = 1000, 0.003  # tokens that nobody waits for, and least seconds of each: a tiny model is too fast to watch
+# A tiny model is too fast to watch, so each token takes at least STEP seconds. An answer of LONG tokens takes longer than
+# any timeout of a test: on a busy machine, too, it is still being written when the test acts on it.
+LONG, STEP = 50_000, 0.003
 pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason=f"needs Chromium at {CHROMIUM}")
 expect.set_options(timeout=15_000)
 
@@ -50,7 +52,7 @@ def server() -> Iterator[str]:
     engine.sampler.choose = lambda *given, **options: (time.sleep(STEP), choose(*given, **options))[1]
     worker = Worker(engine, queue_limit=8)
     store = open_store(None, engine.model, StoreLimits())
-    app = make_app(Service(engine, worker, store, Settings("tiny")), Keys([]))
+    app = make_app(Service(engine, worker, store, Settings("tiny", max_tokens=LONG)), Keys([]))
     with bind("127.0.0.1", 0) as bound:
         running = Server(app, worker, grace=0, on_ready=lambda: None)
         thread = threading.Thread(target=run, args=(running, bound))

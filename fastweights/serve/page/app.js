@@ -706,10 +706,12 @@ function notify(text) {
 
 /** Shows a dialog; true if it was confirmed. */
 function askDialog(dialog) {
-  dialog.returnValue = "";
   dialog.showModal();
   return new Promise((resolve) => {
-    dialog.addEventListener("close", () => resolve(dialog.returnValue === "save"), { once: true });
+    // A dialog's close event comes some time after the dialog has closed. A message that is sent before it would not
+    // follow new settings, so a confirmation is taken from the form's submit event, which comes before.
+    dialog.addEventListener("submit", () => resolve(true), { once: true });
+    dialog.addEventListener("close", () => resolve(false), { once: true });
   });
 }
 
