@@ -186,12 +186,12 @@ def _settled(server: Process) -> dict[str, int]:
 # speed
 
 
-def speed(folder: Path, threads: int, rounds: int) -> dict[str, Any]:
+def speed(folder: Path, threads: int, rounds: int, streams: Sequence[int], count: int) -> dict[str, Any]:
     """The server and the engine in turn, with prompts that are new in each round."""
     tokenizer = load_tokenizer(folder)
     texts, model = Texts(tokenizer), fw.load(folder, dtype=torch.float32).eval()
-    points, differ, count = [], 0, 256
-    for number in (1, 2, 4, 8, 16, 32, 64):
+    points, differ = [], 0
+    for number in streams:
         engine, measured = fw.Engine(model, number), list[dict[str, float]]()
         with serve(folder, threads, "--slots", number) as server:
             for warm_up in (True, *[False] * rounds):
@@ -315,11 +315,13 @@ def turns(folder: Path, base: Path, threads: int, count: int, repeats: int) -> d
     }
 
 
-def prepare(folder: Path, base: Path, longest: int) -> None:
+def prepare(folder: Path, base: Path, longest: int, source: Path = PACKAGED) -> None:
     """Write the converted model, and the base with a longer position table and a chat template."""
-    model, tokenizer = fw.load(PACKAGED, dtype=torch.float32).eval(), load_tokenizer(PACKAGED)
+    model, tokenizer = fw.load(source, dtype=torch.float32).eval(), load_tokenizer(source)
     settings = preset_config(RECOMMENDED, *attention_sizes(model), positions="clamp")
     save(fw.convert(model, settings), folder, tokenizer)
+    if source != PACKAGED:
+        return
     tokenizer.chat_template = TEMPLATE
     longer = stretched(fw.load(PACKAGED, dtype=torch.float32).eval(), longest)
     longer.generation_config.eos_token_id = None  # all answers have the same number of tokens
@@ -332,24 +334,30 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--seconds", type=float, default=300.0, help="that the 64 streams last")
     parser.add_argument("--rounds", type=int, default=5, help="of speed and reading")
+    parser.add_argument("--model", type=Path, default=PACKAGED, help="whose speed is measured: a folder or a GGUF file")
+    parser.add_argument("--streams", type=int, nargs="+", default=(1, 2, 4, 8, 16, 32, 64), help="at once, for speed")
+    parser.add_argument("--tokens", type=int, default=256, help="of an answer, for speed")
     parser.add_argument("--turns", type=int, default=200)
     parser.add_argument("--threads", type=int, default=1, help="of torch, in each process")
     parser.add_argument("--note", default="no other work ran", help="what else ran on the machine")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     options = parser.parse_args()
+    if options.model != PACKAGED and options.parts != ["speed"]:
+        parser.error("--model: other models than the packaged one are for --parts speed")
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as name:
         folder, base = Path(name) / "converted", Path(name) / "base"
-        prepare(folder, base, 64 * options.turns + 1024)
+        prepare(folder, base, 64 * options.turns + 1024, options.model)
         measures: dict[str, Callable[[], dict[str, Any]]] = {
             "streams": lambda: streams(folder, options.threads, options.seconds),
-            "speed": lambda: speed(folder, options.threads, options.rounds),
+            "speed": lambda: speed(folder, options.threads, options.rounds, options.streams, options.tokens),
             "reading": lambda: reading(folder, options.threads, options.rounds),
             "turns": lambda: turns(folder, base, options.threads, options.turns, 5 * options.rounds),
         }
         for part in options.parts:
             measured = measures[part]()
-            _write(options.out, part, measured | {"note": options.note, "commit": provenance()["commit"]})
+            named = part if options.model == PACKAGED else f"{part} with {options.model.name}"
+            _write(options.out, named, measured | {"note": options.note, "commit": provenance()["commit"]})
             Console().print(part, {k: v for k, v in measured.items() if k not in ("points", "memory over time")})
 
 
