@@ -35,8 +35,8 @@ OPTIONS = [
 ]
 # Greedy, so that texts are the same each time, and answers end only at this length.
 SETTINGS = {"temperature": 0, "maxTokens": 8}
-# A tiny model is too fast to watch, so each token takes at least STEP seconds. An answer of LONG tokens takes longer than
-# any timeout of a test: on a busy machine, too, it is still being written when the test acts on it.
+# A tiny model is too fast to watch, so each token takes at least STEP seconds. An answer of LONG tokens takes longer
+# than any timeout of a test: on a busy machine, too, it is still being written when the test acts on it.
 LONG, STEP = 50_000, 0.003
 pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason=f"needs Chromium at {CHROMIUM}")
 expect.set_options(timeout=15_000)
