@@ -296,7 +296,9 @@ class Batch:
             reader.read_chunk()
             self.read_tokens += reader.read - before
         if reader.read in generation.borders:
-            self._events.append((generation, Border(reader.read, self._snapshot(reader.state.fork(), reader.logits))))
+            # A state that is advanced no further needs no copy: `_place` copies it to the slot.
+            state = reader.state.fork() if reader.left else reader.state
+            self._events.append((generation, Border(reader.read, self._snapshot(state, reader.logits))))
         if reader.left:
             return
         if generation.max_new_tokens:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
+from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
 from fastweights.serve.errors import ApiError
 
 T = TypeVar("T")
-_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 # Seconds that a client may take to send a body, or to receive what is buffered for it.
 BODY_SECONDS, SEND_SECONDS = 30.0, 60.0
 
@@ -114,7 +113,8 @@ async def _disconnect(request: Request) -> None:
 
 def event(data: dict[str, Any] | str, name: str | None = None) -> str:
     """A server-sent event."""
-    text = data if isinstance(data, str) else _JSON.encode(data)
+    # One is written for each token: pydantic's encoder takes a fraction of the time of Python's own.
+    text = data if isinstance(data, str) else to_json(data).decode()
     return (f"event: {name}\n" if name else "") + f"data: {text}\n\n"
 
 

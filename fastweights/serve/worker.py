@@ -32,8 +32,9 @@ logger = logging.getLogger(__name__)
 
 # A client that was refused is told to wait between so many seconds.
 RETRY_SECONDS = (1, 60)
-# Tokens that come faster than this are handed over together: the event loop and the thread share Python's lock.
-TOGETHER_SECONDS = 0.05
+# Tokens that come faster than this are handed over together: the event loop and the thread share Python's lock, and
+# sending costs the loop about as much for one token as for several. So with many streams they wait longer.
+TOGETHER_SECONDS, TOGETHER_SECONDS_PER_STREAM = 0.05, 0.002
 # How much of the mean time of a request is replaced by that of the last one.
 MEAN_UPDATE = 0.1
 
@@ -368,7 +369,7 @@ class Worker:
                 self._mean_seconds += MEAN_UPDATE * (now - stream.started_at - self._mean_seconds)
         if urgent or now >= self._hand_over_at:
             held, self._held = self._held, []
-            self._hand_over_at = now + TOGETHER_SECONDS
+            self._hand_over_at = now + max(TOGETHER_SECONDS, TOGETHER_SECONDS_PER_STREAM * len(self._running))
             self._hand_over(held)
 
     def _hand_over(self, events: Sequence[tuple[Stream, Event]]) -> None:
