@@ -22,6 +22,7 @@ from fastweights.cli.options import (
     TopK,
     TopP,
     UsageError,
+    Weights,
     WeightsDtype,
     check_output,
     model_source,
@@ -69,6 +70,7 @@ def generate(
     save_state: Annotated[Path | None, typer.Option(help="Save the state after the last token to this file.")] = None,
     device: Device = None,
     dtype: WeightsDtype = "auto",
+    weights: Weights = None,
 ) -> None:
     """Continue a prompt and print the new text as it is generated, or continue every prompt of a file.
 
@@ -82,7 +84,9 @@ def generate(
             check_state_file(load_state)
     source = model_source(folder)
     if prompts is not None:
-        _generate_file(source, prompts, output, batch_size or BATCH_SIZE, max_new_tokens, sampling, device, dtype)
+        _generate_file(
+            source, prompts, output, batch_size or BATCH_SIZE, max_new_tokens, sampling, device, dtype, weights
+        )
         return
     with Console(stderr=True).status(f"loading {escape(folder)}"):
         import torch
@@ -98,7 +102,7 @@ def generate(
     prompt_ids = torch.tensor([tokens], device=model.device)
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if num_beams == 1 else None
     started = time.perf_counter()
-    ids, cache = generate_sequence(model, prompt_ids, state, sampling, max_new_tokens, num_beams, streamer)
+    ids, cache = generate_sequence(model, prompt_ids, state, sampling, max_new_tokens, num_beams, streamer, weights)
     seconds = time.perf_counter() - started
     new_ids = ids[0, prompt_ids.shape[1] :]
     if streamer is None:
@@ -187,6 +191,7 @@ def _generate_file(
     sampling: Sampling,
     device: str | None,
     dtype: str,
+    weights: str | None,
 ) -> None:
     from fastweights.cli.answers import read_prompt_file, write_answers
 
@@ -205,7 +210,7 @@ def _generate_file(
         with error_context(f"{where}: "):
             check_length(model, len(tokens[-1]) + max_new_tokens - 1)
     longest = max(map(len, tokens)) + max_new_tokens
-    engine = Engine(model, min(batch_size, len(prompts)), max_length=longest, tokenizer=tokenizer)
+    engine = Engine(model, min(batch_size, len(prompts)), max_length=longest, tokenizer=tokenizer, weights=weights)
     started = time.perf_counter()
     count = write_answers(engine, prompts, tokens, max_new_tokens, sampling, output)
     seconds = time.perf_counter() - started

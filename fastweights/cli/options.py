@@ -38,6 +38,10 @@ RepetitionPenalty = Annotated[float, typer.Option(help="Penalty for tokens that 
 Seed = Annotated[int | None, typer.Option(min=0, help="Sample with this seed.")]
 LoadState = Annotated[Path | None, typer.Option(help="Continue from the state saved in this file.")]
 Device = Annotated[str | None, typer.Option(help="Device to run on; by default a GPU if there is one.")]
+Weights = Annotated[
+    Literal["int8", "bfloat16"] | None,
+    typer.Option(help="On a CPU, generate faster with weights rounded to this; by default they have --dtype."),
+]
 WeightsDtype = Annotated[Dtype, typer.Option(help=DTYPE_HELP)]
 
 

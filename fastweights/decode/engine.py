@@ -26,6 +26,7 @@ from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.modes import evaluating
 from fastweights.modeling.positions import check_length
 from fastweights.ops.device import unsupported_reason
+from fastweights.ops.packed import WEIGHTS
 from fastweights.tokenization import prompt_tokens
 from fastweights.utils.errors import Argument, FastWeightsError
 
@@ -68,6 +69,8 @@ class Engine:
         max_length: Length of the longest sequence in tokens, prompt included. Required if some layers remain
             attention: each slot then reserves keys and values for this many tokens.
         tokenizer: The model's tokenizer. With it, prompts can be strings, and `stream` returns text.
+        weights: On a CPU, what the weights of linear layers are stored as to generate faster: "int8" or "bfloat16".
+            By default they are in the model's dtype. States and prompts are computed in the model's dtype in any case.
 
     Raises:
         ConfigError: The model is not converted, or an argument is wrong or cannot be used here.
@@ -84,6 +87,7 @@ class Engine:
         kernels: bool | None = None,
         max_length: int | None = None,
         tokenizer: Any = None,
+        weights: str | None = None,
     ) -> None:
         _check_at_least_one("batch_size", batch_size)
         _check_at_least_one("prefill_chunk", prefill_chunk)
@@ -91,6 +95,7 @@ class Engine:
             _check_at_least_one("max_length", max_length)
         _check_model(model)
         _check_kernels(model, kernels)
+        _check_weights(model, kernels, weights)
         attention_layers = ", ".join(map(str, FastWeightsCache(model.config).attention_layers))
         if attention_layers and max_length is None:
             raise ConfigError(
@@ -104,7 +109,13 @@ class Engine:
         self.tokenizer = tokenizer
         # An engine made in inference mode can also be used outside of it, so its tensors must be ordinary ones.
         with torch.inference_mode(False), evaluating(model):
-            decoder = make_decode_model(model, batch_size, kernels, self.max_length)
+            decoder = make_decode_model(model, batch_size, kernels, self.max_length, weights)
+        if weights is not None and isinstance(decoder, ForwardDecodeModel):
+            raise ConfigError(
+                Argument("weights"),
+                f"={weights!r} needs a model that the engine can pack, and this one runs its own forward: "
+                f"{decoder.unsupported_reason}; leave it out",
+            )
         if attention_layers and isinstance(decoder, ForwardDecodeModel):
             raise UnsupportedModel(
                 f"layers {attention_layers} are still attention, and the engine cannot decode this model: "
@@ -407,6 +418,18 @@ def _check_kernels(model: Any, kernels: bool | None) -> None:
     reason = unsupported_reason(model.device, model.dtype, interpreter=True) if kernels else None
     if reason is not None:
         raise ConfigError(Argument("kernels"), f"=True cannot be used here: {reason}; leave it out")
+
+
+def _check_weights(model: Any, kernels: bool | None, weights: str | None) -> None:
+    if weights is None:
+        return
+    name = Argument("weights")
+    if weights not in WEIGHTS:
+        raise ConfigError(name, f" must be one of {', '.join(WEIGHTS)}, found {weights!r}")
+    if model.device.type != "cpu":
+        raise ConfigError(name, f"={weights!r} works on a CPU only, and the model is on {model.device}: leave it out")
+    if kernels:
+        raise ConfigError(name, f"={weights!r} cannot be combined with ", Argument("kernels"), "=True: leave one out")
 
 
 def end_of_text(model: Any) -> list[int]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, set_seed
 
+from fastweights.config import ConfigError
 from fastweights.decode.batch import GenerationError, nan_error
 from fastweights.decode.engine import Engine
 from fastweights.decode.model import UnsupportedModel
@@ -33,6 +34,7 @@ def generate_sequence(
     max_new_tokens: int = 100,
     num_beams: int = 1,
     streamer: Any = None,
+    weights: str | None = None,
 ) -> tuple[Tensor, FastWeightsCache | None]:
     """Generate the continuation of one prompt.
 
@@ -47,6 +49,7 @@ def generate_sequence(
         max_new_tokens: Number of tokens to generate unless an end-of-text token comes first.
         num_beams: Number of beams.
         streamer: A streamer of transformers that receives the tokens as they are generated.
+        weights: As for `Engine`; only where the engine is used.
 
     Returns:
         Prompt and new tokens [1,T+N], and the cache afterwards: of `num_beams` rows, without the last token.
@@ -54,13 +57,19 @@ def generate_sequence(
     Raises:
         PositionError: The sequence may become longer than the model's position table.
         GenerationError: Logits are NaN.
+        ConfigError: `weights` cannot be used here.
     """
     sampling = Sampling() if sampling is None else sampling
     cache = None if state is None else state.fork(num_beams)
     engine = None
     if cache is not None and num_beams == 1 and (not cache.attention_layers or max_new_tokens <= MAX_RESERVED_TOKENS):
         seen = 0 if cache.lengths is None else int(cache.lengths[0])
-        engine = _engine_for(model, seen + prompt_ids.shape[1] + max_new_tokens)
+        engine = _engine_for(model, seen + prompt_ids.shape[1] + max_new_tokens, weights)
+    if engine is None and weights is not None:
+        reason = "is for the decode engine, and transformers generates with an unconverted model, with several beams"
+        raise ConfigError(
+            Argument("weights"), f"={weights!r} {reason}, or with attention layers that need much memory: leave it out"
+        )
     if engine is None or cache is None:
         return _generate_with_transformers(
             model, prompt_ids, state, cache, sampling, max_new_tokens, num_beams, streamer
@@ -91,9 +100,9 @@ def state_after(model: Any, before: FastWeightsCache, cache: FastWeightsCache, i
     return state
 
 
-def _engine_for(model: Any, max_length: int) -> Engine | None:
+def _engine_for(model: Any, max_length: int, weights: str | None) -> Engine | None:
     try:
-        return Engine(model, max_length=max_length)
+        return Engine(model, max_length=max_length, weights=weights)
     except UnsupportedModel:
         return None
 

@@ -30,7 +30,6 @@ from fastweights.modeling.layer import (
     LocalAttention,
     Projections,
     RecurrentAttention,
-    apply_rotary,
 )
 from fastweights.modeling.modes import evaluating
 from fastweights.modeling.positions import clamp_positions
@@ -64,11 +63,15 @@ class UnsupportedModel(ConfigError):
 
 
 def make_decode_model(
-    model: Any, batch_size: int, kernels: bool | None = None, max_length: int | None = None
+    model: Any,
+    batch_size: int,
+    kernels: bool | None = None,
+    max_length: int | None = None,
+    weights: str | None = None,
 ) -> DecodeModel | ForwardDecodeModel:
     """Return a DecodeModel where the model is supported, otherwise one that calls the model's own forward."""
     try:
-        return DecodeModel(model, batch_size, kernels, max_length)
+        return DecodeModel(model, batch_size, kernels, max_length, weights)
     except UnsupportedModel as error:
         return ForwardDecodeModel(model, batch_size, str(error))
 
@@ -121,6 +124,8 @@ class DecodeModel:
         batch_size: Number of slots B.
         kernels: Whether to use the Triton kernels; by default where they are supported.
         max_length: Tokens of the longest sequence; needed if some layers are still attention.
+        weights: What the weights of linear layers are stored as, "int8" or "bfloat16", on a CPU; by default in the
+            model's dtype. Everything else is in the model's dtype.
 
     Raises:
         UnsupportedModel: The model is not built from the modules that its family describes.
@@ -128,7 +133,14 @@ class DecodeModel:
 
     static = True
 
-    def __init__(self, model: Any, batch_size: int, kernels: bool | None = None, max_length: int | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        batch_size: int,
+        kernels: bool | None = None,
+        max_length: int | None = None,
+        weights: str | None = None,
+    ) -> None:
         family: Family = model.family
         parts, config = family.module_paths, model.config
         _check_supported(model)
@@ -141,6 +153,7 @@ class DecodeModel:
             dtype=model.dtype,
             kernels=has_kernels(model.device, model.dtype) if kernels is None else kernels,
             max_length=max_length,
+            weights=weights,
         )
         self.hidden = self.context.buffer(config.hidden_size)
         self._pack_embedding(model, parts)
@@ -241,12 +254,14 @@ class DecodeContext:
     dtype: torch.dtype
     kernels: bool
     max_length: int | None
+    weights: str | None = None
     rings: dict[tuple[int, int, int], RingIndex] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.batch_size, self.device = len(self.positions), self.positions.device
         self.overlap = self.kernels and can_overlap(self.device)
         self.workspace = SplitKWorkspace(self.device) if self.kernels else None
+        self.packed_rows = self.batch_size if self.device.type == "cpu" and not self.kernels else None
 
     def buffer(self, *shape: int) -> Tensor:
         """A static buffer [B,*shape]."""
@@ -254,6 +269,7 @@ class DecodeContext:
 
     def linear(self, weight: Tensor, bias: Tensor | None, norm: Norm | None = None, **options: Any) -> FusedLinear:
         """A linear layer [out,in] with the kernels and the workspace of this model."""
+        options = dict(packed_rows=self.packed_rows, weights=self.weights) | options
         options |= dict(kernel=self.kernels, overlap=self.overlap, workspace=self.workspace)
         return FusedLinear(weight, bias, norm, **options)
 
@@ -277,6 +293,7 @@ class RotaryEmbedding:
         self.scaling: float = getattr(rotary, f"{prefix}attention_scaling")
         shape = batch_size, len(self.frequencies)
         self.angle, self.cos, self.sin = (self.frequencies.new_zeros(shape) for _ in range(3))
+        self.factors: dict[tuple[Any, ...], RotaryFactors] = {}
 
     def update(self, positions: Tensor) -> None:
         """Compute cos and sin of the positions [B]."""
@@ -286,6 +303,43 @@ class RotaryEmbedding:
         if self.scaling != 1:
             self.cos.mul_(self.scaling)
             self.sin.mul_(self.scaling)
+        for factors in self.factors.values():
+            factors.update(self.cos, self.sin)
+
+    def factors_for(self, pairs: Tensor, width: int, dtype: torch.dtype) -> RotaryFactors:
+        """The factors for heads of a width whose rotary pairs are `pairs` [H,P]. Layers with the same pairs share them.
+
+        Only for torch: the kernels compute this from cos and sin.
+        """
+        key = (width, dtype, pairs.shape, *pairs.flatten().tolist())
+        if key not in self.factors:
+            self.factors[key] = RotaryFactors(pairs, width, len(self.cos), dtype)
+        return self.factors[key]
+
+
+class RotaryFactors:
+    """RoPE as x * stay + swapped(x) * move, with factors [B,H,r] that are computed once per step.
+
+    A head has the first halves of its P pairs, the second halves, then elements that are not rotated.
+    """
+
+    def __init__(self, pairs: Tensor, width: int, batch_size: int, dtype: torch.dtype) -> None:
+        heads, self.count = pairs.shape
+        self.pairs, self.rest = pairs, width - 2 * self.count
+        self.stay = torch.ones(batch_size, heads, width, dtype=dtype, device=pairs.device)
+        self.move = torch.zeros_like(self.stay)
+
+    def update(self, cos: Tensor, sin: Tensor) -> None:
+        """Compute the factors from cos and sin [B,R]."""
+        n, cos, sin = self.count, cos[:, self.pairs], sin[:, self.pairs]
+        self.stay[..., :n], self.stay[..., n : 2 * n] = cos, cos
+        self.move[..., :n], self.move[..., n : 2 * n] = -sin, sin
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Apply RoPE to x [B,H,r]."""
+        first, second, rest = x.split([self.count, self.count, self.rest], dim=-1)
+        swapped = torch.cat([second, first, rest] if self.rest else [second, first], dim=-1)
+        return torch.addcmul(x * self.stay, swapped, self.move)
 
 
 def ring_place(token: Tensor, width: int, sinks: int) -> Tensor:
@@ -327,9 +381,15 @@ class PackedHeads:
         self.end = start + sum(widths)
         parts = packed[:, start : self.end].split(widths, dim=1)
         self.q, self.k, self.v = (x.unflatten(1, (h, -1)) for x, h in zip(parts, heads, strict=True))
+        self.queries_and_keys = packed[:, start : self.end - widths[2]].unflatten(1, (heads[0] + heads[1], -1))
         self.rotary: Rotary | None = None
+        self.factors: RotaryFactors | None = None
         if projections.planes.shape[1] and rotary is not None:
-            self.rotary = Rotary(rotary.cos, rotary.sin, projections.planes)
+            pairs = projections.planes
+            self.rotary = Rotary(rotary.cos, rotary.sin, pairs)
+            for_queries = pairs.repeat_interleave(heads[0] // len(pairs), dim=0)
+            of_all = torch.cat([for_queries, pairs.repeat_interleave(heads[1] // len(pairs), dim=0)])
+            self.factors = rotary.factors_for(of_all, self.q.shape[-1], packed.dtype)
         self.prepared: tuple[Tensor, Tensor] | None = None
 
     def normed_and_rotated(self) -> tuple[Tensor, Tensor]:
@@ -339,12 +399,12 @@ class PackedHeads:
         return self.prepared
 
     def _normed_and_rotated(self) -> tuple[Tensor, Tensor]:
-        q, k = self.q, self.k
+        both = self.queries_and_keys
         if self.projections.q_norm is not None and self.projections.k_norm is not None:
-            q, k = self.projections.q_norm(q), self.projections.k_norm(k)
-        if self.rotary is not None:
-            cos, sin, planes = self.rotary
-            q, k = (apply_rotary(x[:, None], cos[:, None], sin[:, None], planes)[:, 0] for x in (q, k))
+            both = torch.cat([self.projections.q_norm(self.q), self.projections.k_norm(self.k)], dim=1)
+        if self.factors is not None:
+            both = self.factors.rotate(both)
+        q, k = both.split([self.q.shape[1], self.k.shape[1]], dim=1)
         return q, k
 
 
@@ -372,7 +432,8 @@ class LayerInputs:
         self.gate_input, self.gate_linear = self.packed[:, start:], None
         self.logits = self.gate_input
         if down is not None:
-            self.gate_linear = context.linear(*_concatenate(gates))
+            # a small product, in the model's dtype: gates are multiplied over all tokens, and so are their errors
+            self.gate_linear = context.linear(*_concatenate(gates), weights=None)
             self.logits = context.buffer(sum(len(weight) for weight, _ in gates))
         self.mix_logit: Tensor | None = None
         if attention.mix is not None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastweights.ops.device import has_warp_groups, multiprocessors, shared_bytes
+from fastweights.ops.packed import pack
 from fastweights.ops.step import operand_dtype, pdl_options
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -107,6 +108,8 @@ class FusedLinear:
         kernel: run the Triton kernel. Otherwise torch, in x's dtype.
         overlap: launch the kernel before the previous one has ended.
         workspace: shared by the layers of a model. None: an own one.
+        packed_rows: pack the weight for this many rows B, on a CPU and without the kernel. None: it stays as it is.
+        weights: what a packed weight is stored as, "int8" or "bfloat16". None: in its own dtype.
     """
 
     def __init__(
@@ -119,11 +122,16 @@ class FusedLinear:
         kernel: bool = False,
         overlap: bool = False,
         workspace: SplitKWorkspace | None = None,
+        packed_rows: int | None = None,
+        weights: str | None = None,
     ) -> None:
-        self.weight, self.bias, self.norm = weight.contiguous(), bias, norm
+        self.norm, self.bias = norm, bias
         self.activation, self.gated, self.kernel, self.overlap = activation, gated, kernel, overlap
         self.columns = weight.shape[0] // (2 if gated else 1)
-        self.weight_sums: Tensor | None = None
+        self.packed = None if packed_rows is None else pack(weight, bias, packed_rows, weights)
+        if self.packed is not None:  # so that the weight itself need not stay in memory
+            return
+        self.weight, self.weight_sums = weight.contiguous(), None
         if kernel and norm is not None:
             self._fold_norm(norm)
         if kernel:
@@ -174,6 +182,9 @@ class FusedLinear:
         return activation(gate) * y
 
     def _product(self, x: Tensor, out: Tensor | None) -> Tensor:
+        if self.packed is not None:
+            y = self.packed(x)
+            return y if out is None else out.copy_(y)
         if self.bias is None:
             return torch.mm(x, self.transposed, out=out)
         return torch.addmm(self.bias, x, self.transposed, out=out)

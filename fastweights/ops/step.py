@@ -91,7 +91,8 @@ def step_torch(
             total.add_(k)
         if rule == "gated_delta":
             values.mul_(gate_logits[0].clamp(min=MIN_GATE_LOGIT).sigmoid_().unsqueeze(-2))
-        v = gate_logits[-1].sigmoid().unsqueeze(-1) * (v - (values @ k.unsqueeze(-1)).squeeze(-1))
+        # as a row times a matrix: several times faster on a CPU than the matrix times a column
+        v = gate_logits[-1].sigmoid().unsqueeze(-1) * (v - (k.unsqueeze(-2) @ values.mT).squeeze(-2))
     values.addcmul_(v.unsqueeze(-1), k.unsqueeze(-2))
     if total is not None and rule != "delta":
         total.add_(k)
