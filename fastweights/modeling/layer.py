@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fastweights import ops
 from fastweights.config import LOCAL, ConfigError, FastWeightsConfig
+from fastweights.modeling import ablations
 from fastweights.modeling.window import WindowCache, local_attention
 from fastweights.rules import RULES
 from fastweights.rules.feature_maps import MAPS, input_width, sum_normalize, unit_normalize
@@ -229,20 +230,21 @@ class RecurrentAttention(nn.Module):
             q, k = unit_normalize(q), unit_normalize(k)
         if self.key_scale is not None:
             k = k * self.key_scale.to(k.dtype)
-        y, state = ops.apply(
-            config.rule,
-            q,
-            k,
-            v,
-            self.gate_logits(gate_input),
-            state=None if layer_cache is None else layer_cache.get("state"),
-            normalize=config.normalizes_attention,
-            mask=info.mask,
-            reset=info.reset,
-        )
+        state = None if layer_cache is None else layer_cache.get("state")
+        y, state = self._run(q, k, v, self.gate_logits(gate_input), state, mask=info.mask, reset=info.reset)
         if layer_cache is not None:
             layer_cache.put("state", state)
         return y if self.output_norm is None else self.output_norm(y)
+
+    def _run(
+        self, q: Tensor, k: Tensor, v: Tensor, gate_logits: tuple[Tensor, ...], state: Tensor | None, **flags: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The rule's outputs and new state; `flags` are mask and reset."""
+        config = self.config
+        for name, run in ablations.RUNS.items():
+            if config.has_ablation(name):
+                return run(q, k, v, gate_logits, state, **flags)
+        return ops.apply(config.rule, q, k, v, gate_logits, state, config.normalizes_attention, **flags)
 
     def gate_logits(self, gate_input: Tensor) -> tuple[Tensor, ...]:
         """The rule's gate logits [B,T,S,m], [B,T,S,d] or [B,T,S], in the order of its gates."""
