@@ -24,9 +24,9 @@ NORMALIZERS = ("none", "attention", "sum", "attention+sum", "unit")
 GATE_INITS = ("uniform", "log", "teacher")
 MIXES = ("constant", "token")
 PROJECTIONS = ("own", "shared")
-# What the paper reports in prose. No other code than that which runs them is meant to read these names.
 LINEAR_GATES, GATED_WRITE, PRETRAINED_VALUES = "linear_gates", "gated_write", "pretrained_values"
-ABLATIONS = (LINEAR_GATES, GATED_WRITE, PRETRAINED_VALUES, f"{GATED_WRITE}+{PRETRAINED_VALUES}")
+ONE_GATE = "one_gate"
+ABLATIONS = (LINEAR_GATES, GATED_WRITE, PRETRAINED_VALUES, f"{GATED_WRITE}+{PRETRAINED_VALUES}", ONE_GATE)
 FORGETTING_RULES = ("decay", "gated", "gated_delta")
 UNIT_RULES = ("delta", "gated_delta")
 RULES_WITHOUT_GATES = ("add", LOCAL)
@@ -116,9 +116,10 @@ class FastWeightsConfig:
     )
     ablation: str | None = setting(
         None,
-        "Ablation of the decay rule with uniform gates, for experiments: linear_gates (no sigmoid in the gates; slow), "
-        "gated_write (what is written is multiplied by one minus the gate, as by the gated rule), pretrained_values "
-        "(values are not rescaled at the start; also for add without a map), or the last two together.",
+        "Ablation, for experiments with uniform gates. Of decay: linear_gates (no sigmoid in the gates; slow), "
+        "gated_write (what is written is multiplied by one minus the gate, as by gated), pretrained_values (values are "
+        "not rescaled at the start; also of add without a map), or the last two together. Of gated: one_gate (one gate "
+        "for all heads of a layer).",
         ABLATIONS,
     )
     layers: tuple[int, ...] | None = setting(
@@ -205,12 +206,13 @@ class FastWeightsConfig:
     def _check_ablation(self) -> None:
         if self.ablation is None:
             return
-        has_uniform_decay = self.rule == "decay" and self.gate_init == "uniform"
         sums = self.rule == "add" and (self.feature_map, self.normalize, self.projections) == ("none", "none", "own")
-        if not has_uniform_decay and not (sums and self.ablation == PRETRAINED_VALUES):
+        rule = "gated" if self.ablation == ONE_GATE else "decay"
+        if (self.rule != rule or self.gate_init != "uniform") and not (sums and self.ablation == PRETRAINED_VALUES):
             found = (Argument("rule"), f"={self.rule!r}, ", Argument("gate_init"), f"={self.gate_init!r}")
-            reason = "changes the decay rule with uniform gates (and 'pretrained_values' also add without a map)"
-            raise ConfigError(Argument("ablation"), f"={self.ablation!r} {reason}, found ", *found)
+            also = " (or add without a map)" if self.ablation == PRETRAINED_VALUES else ""
+            reason = f"={self.ablation!r} is of the {rule} rule with uniform gates{also}, found "
+            raise ConfigError(Argument("ablation"), reason, *found)
 
     def _check_layers(self) -> None:
         if self.layers is None:
@@ -295,6 +297,11 @@ class FastWeightsConfig:
     def spreads_gates(self) -> bool:
         """Whether the forget gates start with memory lengths that are spread logarithmically."""
         return self.gate_init != "uniform"
+
+    @property
+    def changes_layer(self) -> bool:
+        """Whether an ablation changes what a layer computes, and not only how it starts."""
+        return self.ablation not in (None, PRETRAINED_VALUES)
 
     def has_ablation(self, name: str) -> bool:
         """Whether the conversion has this ablation, alone or with another."""

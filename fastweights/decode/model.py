@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from fastweights.config import LOCAL, ConfigError, FastWeightsConfig
-from fastweights.modeling.ablations import RUNS
 from fastweights.modeling.cache import Counts, FastWeightsCache, put_keys_or_values
 from fastweights.modeling.classes import new_layer
 from fastweights.modeling.families import Family
@@ -701,7 +700,7 @@ def _check_supported(model: Any) -> None:
     if parts is None or not parts.supports(model.config):
         raise UnsupportedModel(f"the decode engine does not know this form of {model.family.name}")
     settings = FastWeightsConfig.from_dict(model.config.fastweights)
-    if any(settings.has_ablation(name) for name in RUNS):
+    if settings.changes_layer:
         raise UnsupportedModel(f"it has the ablation {settings.ablation}")
     for name, values in (("devices", {p.device for p in parameters}), ("dtypes", {p.dtype for p in parameters})):
         if len(values) > 1:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastweights.config import LINEAR_GATES, PRETRAINED_VALUES
+from fastweights.config import LINEAR_GATES, ONE_GATE, PRETRAINED_VALUES
 from fastweights.modeling.families import AttentionWeights
 from fastweights.modeling.layer import (
     AttentionShape,
@@ -369,6 +369,8 @@ def _initialize_gates(rule: RecurrentAttention, shape: AttentionShape, generator
         _set_bias(rule, "z", z)
     elif config.rule == "gated":
         g = log_gate(1, states, config.train_length, generator) if log else uniform_gate((states,), states, generator)
+        if config.has_ablation(ONE_GATE):  # the paper's gated rule has no bias
+            g = torch.zeros(1)
         _set_bias(rule, "g", g)
     elif config.rule == "delta":
         _set_bias(rule, "g", torch.full((states,), math.log(DELTA_GATE / (1 - DELTA_GATE))))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fastweights import ops
-from fastweights.config import LOCAL, ConfigError, FastWeightsConfig
+from fastweights.config import LOCAL, ONE_GATE, ConfigError, FastWeightsConfig
 from fastweights.modeling import ablations
 from fastweights.modeling.window import WindowCache, local_attention
 from fastweights.rules import RULES
@@ -208,9 +208,10 @@ class RecurrentAttention(nn.Module):
             self.projections = Projections(shape, states, width, rotary_pair_count(shape, config))
         self.feature_map = MAPS[str(config.feature_map)](states, config.m, shape.head_dim)
         gate_widths = {"m": config.m, "d": shape.head_dim, "1": 1}
+        gates = 1 if config.has_ablation(ONE_GATE) else states
         self.gates = nn.ModuleDict(
             {
-                name: nn.Linear(config.gate_rank or shape.width, states * gate_widths[width])
+                name: nn.Linear(config.gate_rank or shape.width, gates * gate_widths[width])
                 for name, width in RULES[config.rule].gates.items()
             }
         )
@@ -251,7 +252,11 @@ class RecurrentAttention(nn.Module):
         logits = []
         for name, width in RULES[self.config.rule].gates.items():
             logit = project(self.gates[name], gate_input)
-            logits.append(logit if width == "1" else logit.unflatten(-1, (self.states, -1)))
+            if width != "1":
+                logit = logit.unflatten(-1, (self.states, -1))
+            elif self.config.has_ablation(ONE_GATE):
+                logit = logit.expand(*logit.shape[:-1], self.states)
+            logits.append(logit)
         return tuple(logits)
 
 

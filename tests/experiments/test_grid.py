@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fastweights.experiments.grid import choose, load_grid, with_changes, with_seeds
-from fastweights.training.recipe import load_recipe
+from fastweights.presets import preset_config
+from fastweights.training.recipe import RECIPE_FOLDER, load_recipe
 from fastweights.utils.errors import FastWeightsError
 
+SHIPPED = [file.stem for file in sorted((RECIPE_FOLDER / "grids").glob("*.yaml"))]
 BASE = "recipe: paper\nruns:\n"
 BAD = {
     "": "grid.yaml must hold settings, `name: value`, found NoneType",
@@ -61,10 +64,24 @@ def test_bad_grid_is_refused_with_file_run_and_setting(tmp_path: Path, text: str
     assert BAD[text] in str(found.value) and str(found.value).startswith(str(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["paper", "paper_longer", "smollm2"])
+@pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_grids_are_defined(name: str) -> None:
     variants = load_grid(name)
     assert variants and all(variant.cell for variant in variants)
+    cells = {tuple(sorted((variant.cell or {}).items())) for variant in variants}
+    assert len(cells) == len({variant.entry for variant in variants})
+    configs = [(variant.config, variant.recipe) for variant in variants]
+    assert all(configs.count(pair) == 1 for pair in configs), "two runs are the same"
+
+
+def test_variants_of_the_recommended_settings_differ_from_them_in_what_their_names_say() -> None:
+    """A grid has no link to the preset, so a change of the preset must not go unnoticed."""
+    for grid, head_dim, width in (("smollm2_design", 64, 576), ("smollm2_final", 64, 576)):
+        variants = {variant.name: variant.config for variant in load_grid(grid)}
+        preset = preset_config("recommended", head_dim, width)
+        assert preset in variants.values()
+        assert grid != "smollm2_final" or variants["c"] == replace(preset, layers=variants["c"].layers)
+    assert variants["c"].layers == tuple(sorted(set(range(30)) - {17, 18, 24}))
 
 
 def test_shipped_grid_has_the_cells_of_the_papers_tables() -> None:

@@ -80,19 +80,22 @@ def test_gated_write_has_the_floor_of_the_gates() -> None:
 
 
 def converted(**settings: Any) -> Any:
-    return fw.convert(pretrained("llama"), fw.FastWeightsConfig(rule="decay", m=6, **settings)).eval()
+    return fw.convert(pretrained("llama"), fw.FastWeightsConfig(**dict(rule="decay", m=6) | settings)).eval()
 
 
-@pytest.mark.parametrize("ablation", RUNS)
+@pytest.mark.parametrize("ablation", [*RUNS, "one_gate"])
 @torch.no_grad()
 def test_cached_padded_and_saved_passes_agree(ablation: str, tmp_path: Path) -> None:
-    model, ids = converted(ablation=ablation, window=3, state_heads="kv"), tokens(2, 13)
+    settings = dict(rule="gated" if ablation == "one_gate" else "decay", window=3, state_heads="kv")
+    model, ids = converted(ablation=ablation, **settings), tokens(2, 13)
     depend_on_input(model)
     if ablation == "linear_gates":  # gates of several times the state would leave float32 nothing to compare
         for name, parameter in model.named_parameters():
             parameter.mul_(0.1 if ".gates." in name else 1)
     expected = model(ids).logits
-    assert not torch.allclose(expected, converted(window=3, state_heads="kv")(ids).logits, rtol=1e-3)
+    plain = converted(**settings)
+    depend_on_input(plain)
+    assert not torch.allclose(expected, plain(ids).logits, rtol=1e-3)
     cache, logits = None, []
     for size in (1, 5, 1, 6):
         seen = sum(x.shape[1] for x in logits)
@@ -127,6 +130,14 @@ def test_pretrained_values_are_not_rescaled() -> None:
         assert torch.equal(changed, values)
         plain = fw.convert(pretrained("llama"), fw.FastWeightsConfig(rule=rule, m=6, state_heads="kv"))
         assert not torch.equal(attention_of(plain).rule.projections.v_proj.weight, values)
+
+
+def test_one_gate_is_that_of_all_heads() -> None:
+    rule = attention_of(converted(rule="gated", ablation="one_gate")).rule
+    rule.gates["g"].weight.data.normal_(generator=torch.Generator().manual_seed(0))
+    (logit,) = rule.gate_logits(torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(1)))
+    assert logit.shape == (2, 5, 4) and logit.std() > 0.1 and torch.equal(logit, logit[..., :1].expand_as(logit))
+    assert rule.gates["g"].bias.tolist() == [0.0]
 
 
 def attention_of(model: Any) -> Any:
