@@ -24,6 +24,9 @@ NORMALIZERS = ("none", "attention", "sum", "attention+sum", "unit")
 GATE_INITS = ("uniform", "log", "teacher")
 MIXES = ("constant", "token")
 PROJECTIONS = ("own", "shared")
+LINEAR_GATES, GATED_WRITE, PRETRAINED_VALUES = "linear_gates", "gated_write", "pretrained_values"
+ONE_GATE = "one_gate"
+ABLATIONS = (LINEAR_GATES, GATED_WRITE, PRETRAINED_VALUES, f"{GATED_WRITE}+{PRETRAINED_VALUES}", ONE_GATE)
 FORGETTING_RULES = ("decay", "gated", "gated_delta")
 UNIT_RULES = ("delta", "gated_delta")
 RULES_WITHOUT_GATES = ("add", LOCAL)
@@ -111,6 +114,14 @@ class FastWeightsConfig:
     state_heads: str = setting(
         "query", "One state per query head, or one per key-value head, shared by its group.", ("query", "kv")
     )
+    ablation: str | None = setting(
+        None,
+        "Ablation, for experiments with uniform gates. Of decay: linear_gates (no sigmoid in the gates; slow), "
+        "gated_write (what is written is multiplied by one minus the gate, as by gated), pretrained_values (values are "
+        "not rescaled at the start; also of add without a map), or the last two together. Of gated: one_gate (one gate "
+        "for all heads of a layer).",
+        ABLATIONS,
+    )
     layers: tuple[int, ...] | None = setting(
         None, "Layers to convert, counted from 0; the others remain attention. By default all layers."
     )
@@ -133,6 +144,7 @@ class FastWeightsConfig:
         self._check_combination()
         self._check_sharing()
         self._check_gate_rank()
+        self._check_ablation()
 
     def _resolve_defaults(self) -> None:
         defaults = {
@@ -190,6 +202,17 @@ class FastWeightsConfig:
         if self.gate_rank is not None and self.rule in RULES_WITHOUT_GATES and self.mix == "constant":
             found = (Argument("rule"), f"={self.rule!r}, ", Argument("mix"), f"={self.mix!r}")
             raise ConfigError(Argument("gate_rank"), " is for gates, and this model has none; found ", *found)
+
+    def _check_ablation(self) -> None:
+        if self.ablation is None:
+            return
+        sums = self.rule == "add" and (self.feature_map, self.normalize, self.projections) == ("none", "none", "own")
+        rule = "gated" if self.ablation == ONE_GATE else "decay"
+        if (self.rule != rule or self.gate_init != "uniform") and not (sums and self.ablation == PRETRAINED_VALUES):
+            found = (Argument("rule"), f"={self.rule!r}, ", Argument("gate_init"), f"={self.gate_init!r}")
+            also = " (or add without a map)" if self.ablation == PRETRAINED_VALUES else ""
+            reason = f"={self.ablation!r} is of the {rule} rule with uniform gates{also}, found "
+            raise ConfigError(Argument("ablation"), reason, *found)
 
     def _check_layers(self) -> None:
         if self.layers is None:
@@ -274,6 +297,15 @@ class FastWeightsConfig:
     def spreads_gates(self) -> bool:
         """Whether the forget gates start with memory lengths that are spread logarithmically."""
         return self.gate_init != "uniform"
+
+    @property
+    def changes_layer(self) -> bool:
+        """Whether an ablation changes what a layer computes, and not only how it starts."""
+        return self.ablation not in (None, PRETRAINED_VALUES)
+
+    def has_ablation(self, name: str) -> bool:
+        """Whether the conversion has this ablation, alone or with another."""
+        return name in str(self.ablation).split("+")
 
     def converts(self, layer_index: int) -> bool:
         """Whether the layer with this index is converted."""

@@ -258,6 +258,25 @@ class PerplexityRow(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecallRow(Record):
+    """Accuracy of recall over `distance` tokens, and that of guessing."""
+
+    distance: int
+    accuracy: float
+    accuracy_vocabulary: float | None = None
+    chance: float
+    samples: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recall(Record):
+    """The two recall probes, by distance."""
+
+    pairs: list[RecallRow]
+    copy: list[RecallRow]
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingResult(Result):
     """One training run.
 
@@ -265,9 +284,9 @@ class TrainingResult(Result):
     curve: Training losses, thinned out.
     best, last: Validation points; None where there was no validation. The best one may be that before the first step.
     warning: Only of a run that ended worse than it began: how much worse, and what to change.
-    run, cell, tests: Only of the runs of a grid: its name there, what the grid says about its place in a table (which
-        nothing in the package interprets but the names `table`, `row` and `column`), and perplexities of the best
-        checkpoint on test texts.
+    run, cell, tests, recall: Only of the runs of a grid: its name there, what the grid says about its place in a table
+        (which nothing in the package interprets but the names `table`, `row` and `column`), perplexities of the best
+        checkpoint on test texts, and its recall.
     """
 
     kind = "training"
@@ -289,6 +308,7 @@ class TrainingResult(Result):
     run: str | None = None
     cell: dict[str, Any] | None = None
     tests: list[PerplexityRow] | None = None
+    recall: Recall | None = None
 
 
 # Evaluation
@@ -304,25 +324,6 @@ class PositionBucket(Record):
     loss: float
     perplexity: float
     tokens: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecallRow(Record):
-    """Accuracy of recall over `distance` tokens, and that of guessing."""
-
-    distance: int
-    accuracy: float
-    accuracy_vocabulary: float | None = None
-    chance: float
-    samples: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recall(Record):
-    """The two recall probes, by distance."""
-
-    pairs: list[RecallRow]
-    copy: list[RecallRow]
 
 
 @dataclass(frozen=True, kw_only=True)

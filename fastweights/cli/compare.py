@@ -9,10 +9,16 @@ import typer
 from rich.markup import escape
 from rich.table import Column, Table
 
-from fastweights.cli.options import check_output_folder, model_source, reports_errors, usable_device
+from fastweights.cli.options import (
+    check_output_folder,
+    model_source,
+    parse_numbers,
+    reports_errors,
+    usable_device,
+)
 from fastweights.cli.output import console
 from fastweights.data.readers import check_data
-from fastweights.experiments.grid import choose, load_grid, result_file, with_changes
+from fastweights.experiments.grid import choose, load_grid, result_file, with_changes, with_seeds
 from fastweights.results import TrainingResult
 from fastweights.training.recipe import parse_changes
 from fastweights.utils.errors import Argument, error_context
@@ -24,8 +30,8 @@ def compare(
         str,
         typer.Argument(
             metavar="GRID",
-            help="Name of a shipped grid (design, design_small, paper, paper_longer, smollm2, smollm2_long), or a YAML "
-            "file.",
+            help="Name of a shipped grid (design_small, gemma3, paper, paper_ablations, paper_longer, paper_own_maps, "
+            "paper_smollm2, smollm2, smollm2_design, smollm2_final, smollm2_long), or a YAML file.",
         ),
     ],
     model: Annotated[str, typer.Option(help="The base of all runs: a hub id, a folder or a GGUF file.")],
@@ -35,10 +41,24 @@ def compare(
     test: Annotated[
         list[str], typer.Option(help="Text to measure the perplexity of each best model on; may be repeated.")
     ] = [],  # noqa: B006
+    recall: Annotated[
+        bool, typer.Option("--recall", help="Measure recall of pairs and copying by each best model, by distance.")
+    ] = False,
     jobs: Annotated[
         int, typer.Option(min=1, help="Number of runs at a time. Each is a process; they share the device.")
     ] = 1,
     only: Annotated[str, typer.Option(help="Run only these runs of the grid: NAME,NAME.")] = "",
+    seeds: Annotated[
+        str, typer.Option(help="Seeds of every run, in place of the grid's; a list such as 1,2.")
+    ] = "",
+    minutes: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Stop after this many minutes: the runs finish their steps and save, the same command resumes, and "
+            "the exit code is 4.",
+        ),
+    ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the models of finished runs.")] = False,
     change: Annotated[
         list[str], typer.Option("--set", help="Change the recipe of every run, like --set of train; may be repeated.")
@@ -47,7 +67,9 @@ def compare(
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one.")] = None,
 ) -> None:
     """Train many variants of one model and compare them. The same command resumes an interrupted comparison."""
-    chosen = with_changes(choose(load_grid(grid), only.split(",")), parse_changes(change))
+    chosen = choose(load_grid(grid), only.split(","))
+    chosen = with_seeds(chosen, parse_numbers("--seeds", seeds)) if seeds else chosen
+    chosen = with_changes(chosen, parse_changes(change))
     check_output_folder(output)
     if not all(result_file(output, variant.name).is_file() for variant in chosen):
         model = model_source(model)
@@ -61,8 +83,8 @@ def compare(
     logging.disable_progress_bar()
     if device not in (None, "cpu"):
         usable_device(device)
-    setup = Setup(output, model, data, validation, name_tests(test), limit=limit, device=device, keep=keep)
-    outcome = run(chosen, setup, at_once=jobs)
+    setup = Setup(output, model, data, validation, name_tests(test), recall, limit, device, keep)
+    outcome = run(chosen, setup, at_once=jobs, minutes=minutes)
     _print_comparison(outcome.results, list(setup.tests))
     outcome.check()
 
@@ -85,4 +107,20 @@ def _print_comparison(results: list[TrainingResult], tests: list[str]) -> None:
         diverged = "" if result.diverged is None else f"step {result.diverged.step}"
         table.add_row(escape(result.name), f"{result.tokens:,}", *shown, diverged)
     if results:
-        console().print(table)
+        console().print(table, *_recall_tables(results))
+
+
+def _recall_tables(results: list[TrainingResult]) -> list[Table]:
+    """A table for each probe of recall that was run: accuracy by distance."""
+    from fastweights.report.comparison import recalled
+    from fastweights.report.quality import PROBES
+
+    tables = []
+    for probe, what in PROBES.items():
+        distances = sorted({distance for result in results for distance in recalled(result, probe)})
+        table = Table(what, *(Column(f"{distance}", justify="right") for distance in distances), box=None)
+        for result in results:
+            found = recalled(result, probe)
+            table.add_row(escape(result.name), *(f"{found[d]:.0%}" if d in found else "–" for d in distances))
+        tables += [table] if distances else []
+    return tables

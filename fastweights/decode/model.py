@@ -699,6 +699,9 @@ def _check_supported(model: Any) -> None:
     parts, parameters = model.family.module_paths, list(model.parameters())
     if parts is None or not parts.supports(model.config):
         raise UnsupportedModel(f"the decode engine does not know this form of {model.family.name}")
+    settings = FastWeightsConfig.from_dict(model.config.fastweights)
+    if settings.changes_layer:
+        raise UnsupportedModel(f"it has the ablation {settings.ablation}")
     for name, values in (("devices", {p.device for p in parameters}), ("dtypes", {p.dtype for p in parameters})):
         if len(values) > 1:
             raise UnsupportedModel(f"its parameters have several {name}: {', '.join(sorted(map(str, values)))}")

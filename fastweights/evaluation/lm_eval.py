@@ -1,4 +1,5 @@
-"""lm-eval: its tasks, stock or on local files, and its own perplexity of a text, for models converted or not.
+"""lm-eval: its tasks, stock or on local files, those of generated.py, and its own perplexity of a text, for models
+converted or not.
 
 lm-eval is an extra and slow to import, so it is imported where it is used.
 """
@@ -31,6 +32,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from fastweights.evaluation.checks import EvaluationError
+from fastweights.evaluation.generated import GENERATED_TASKS, passages, score, task_settings
 from fastweights.loading import require_tokenizer
 from fastweights.modeling.modes import evaluating
 from fastweights.tokenization import adds_eos, bos_token, set_special_tokens
@@ -64,6 +66,10 @@ LOCAL_TASKS = {
 }
 
 
+# The data file of every task that needs no network; None for data of this package.
+FILES = {name: task.file for name, task in (LOCAL_TASKS | GENERATED_TASKS).items()}
+
+
 def run_tasks(
     model: Any,
     tokenizer: Any,
@@ -80,8 +86,9 @@ def run_tasks(
     Args:
         model: Any causal model.
         tokenizer: Its tokenizer.
-        tasks: Names of lm-eval's tasks, or with a folder those of LOCAL_TASKS.
-        task_folder: Folder with the data of the tasks; by default lm-eval downloads them.
+        tasks: Names of GENERATED_TASKS, and of lm-eval's tasks, or with a folder of LOCAL_TASKS.
+        task_folder: Folder with the data of the tasks; by default lm-eval downloads them. Tasks whose data is part of
+            the package do not need it.
         length: Most tokens of a sequence. Of a longer one only the end is used.
         limit: Items of each task, at most.
         batch_size: Sequences in a forward pass.
@@ -95,11 +102,14 @@ def run_tasks(
     """
     check_tasks(tasks, task_folder)
     with tempfile.TemporaryDirectory(prefix="fastweights-tasks-", ignore_cleanup_errors=True) as temporary:
-        if task_folder is not None:
-            _write_tasks(tasks, Path(task_folder), Path(temporary), limit)
+        folder = None if task_folder is None else Path(task_folder)
+        stock = [task for task in tasks if not _is_local(task, folder)]
+        _write_tasks([task for task in tasks if task not in stock], folder, Path(temporary), limit)
         with _bar(progress) as bar, _undisturbed(model):
             adapter = _adapter(model, tokenizer, length, batch_size, bar)
-            manager = _stock_tasks() if task_folder is None else _tasks_in(temporary)
+            if adapter.eot_token_id is None and not GENERATED_TASKS.keys().isdisjoint(tasks):
+                raise EvaluationError("tasks whose answers are generated need an eos token, and the tokenizer has none")
+            manager = _tasks_in(temporary, with_stock=bool(stock))
             return _plain(_simple_evaluate(adapter, manager, tasks, limit)["results"])
 
 
@@ -121,9 +131,10 @@ def rolling_perplexity(model: Any, tokenizer: Any, text: str, length: int, *, ba
 def check_tasks(tasks: Sequence[str], task_folder: str | os.PathLike | None = None) -> None:
     """Refuse tasks that cannot be run, before anything is."""
     _check_installed()
+    folder = None if task_folder is None else Path(task_folder)
     for task in tasks:
-        if task_folder is not None:
-            _data_file(task, Path(task_folder))
+        if _is_local(task, folder):
+            _data_file(task, folder)
         elif task not in _stock_tasks().task_index:
             near = difflib.get_close_matches(task, _stock_tasks().task_index)
             hint = f"near it are {', '.join(near)}" if near else "`lm-eval ls tasks` lists them"
@@ -143,12 +154,20 @@ def _stock_tasks() -> Any:
     return TaskManager()
 
 
-def _tasks_in(folder: str) -> Any:
+def _tasks_in(folder: str, with_stock: bool) -> Any:
+    """The tasks that were written to a folder. With those of lm-eval only where they are needed: that takes as long."""
     import datasets
     from lm_eval.tasks import TaskManager
 
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # it asks the network to count even the reading of a local file
-    return TaskManager(include_path=folder, include_defaults=False)
+    if with_stock and not any(Path(folder).iterdir()):
+        return _stock_tasks()
+    return TaskManager(include_path=folder, include_defaults=with_stock)
+
+
+def _is_local(task: str, folder: Path | None) -> bool:
+    """Whether the data of a task are in the user's folder or in this package."""
+    return folder is not None or task in GENERATED_TASKS
 
 
 def _adapter(
@@ -194,6 +213,17 @@ def _adapter(
                 ]
             return super()._loglikelihood_tokens(requests, *args, **kwargs)
 
+        def generate_until(self, requests: Any, *args: Any, **kwargs: Any) -> Any:
+            if bar is not None:
+                bar.update(bar.task_ids[0], total=len(requests), completed=0)
+            return super().generate_until(requests, *args, **kwargs)
+
+        def _model_generate(self, context: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            found = super()._model_generate(context, *args, **kwargs)
+            if bar is not None:
+                bar.advance(bar.task_ids[0], len(context))
+            return found
+
         def _model_call(self, inps: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             if bar is not None:
                 bar.advance(bar.task_ids[0], len(inps))
@@ -235,27 +265,40 @@ def _plain(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
     return {task: numbers(metrics) for task, metrics in results.items()}
 
 
-def _write_tasks(tasks: Sequence[str], folder: Path, temporary: Path, limit: int | None) -> None:
-    """Write a YAML file for each task, which includes the stock one and changes its data files, and the items."""
+def _write_tasks(tasks: Sequence[str], folder: Path | None, temporary: Path, limit: int | None) -> None:
+    """Write a YAML file for each task, and its items. That of a stock task includes it and changes its data files."""
     import lm_eval
 
     stock = Path(str(lm_eval.__file__)).parent / "tasks"
     for task in tasks:
-        data = temporary / f"{task}.jsonl"
-        data.write_text("".join(_items(task, _data_file(task, folder), limit)), encoding="utf-8")
+        data, file = temporary / f"{task}.jsonl", _data_file(task, folder)
+        lines = _generated_items(task, file, limit) if task in GENERATED_TASKS else _items(task, file, limit)
+        data.write_text("".join(lines), encoding="utf-8")
         splits = {"training_split": None, "validation_split": "validation", "test_split": None}
         files = {"data_files": {"validation": str(data)}, "cache_dir": str(temporary / "cache")}
         source = {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": files}
-        include = {"include": str(stock / f"{LOCAL_TASKS[task].stock}.yaml"), "task": task, "tag": None}
-        (temporary / f"{task}.yaml").write_text(yaml.safe_dump(include | source | splits), encoding="utf-8")
-
-
-def _data_file(task: str, folder: Path) -> Path:
-    if task not in LOCAL_TASKS:
-        raise EvaluationError(
-            Argument("tasks"), f" {task}: not known for local files; known are {', '.join(LOCAL_TASKS)}"
+        if task in GENERATED_TASKS:
+            settings, scored = task_settings(task), f"process_results: !function {score.__module__}.{score.__name__}\n"
+        else:
+            settings = {"include": str(stock / f"{LOCAL_TASKS[task].stock}.yaml"), "task": task, "tag": None}
+            scored = ""
+        (temporary / f"{task}.yaml").write_text(
+            yaml.safe_dump(settings | source | splits) + scored, encoding="utf-8"
         )
-    name = LOCAL_TASKS[task].file
+
+
+def _data_file(task: str, folder: Path | None) -> Path | None:
+    """The file with the data of a task; None for data of this package."""
+    if task not in FILES:
+        raise EvaluationError(
+            Argument("tasks"), f" {task}: not known for local files; known are {', '.join(FILES)}"
+        )
+    name = FILES[task]
+    if name is None:
+        return None
+    if folder is None:
+        needs = f" {task}: it needs a folder with the file {name}.jsonl or {name}.jsonl.xz: give "
+        raise EvaluationError(Argument("tasks"), needs, Argument("task_folder"))
     for file in (folder / f"{name}.jsonl", folder / f"{name}.jsonl.xz"):
         if file.is_file():
             return file
@@ -265,8 +308,16 @@ def _data_file(task: str, folder: Path) -> Path:
     )
 
 
-def _items(task: str, file: Path, limit: int | None) -> list[str]:
+def _generated_items(task: str, file: Path | None, limit: int | None) -> list[str]:
+    """The items of a task whose answers are generated, a line of JSON each."""
+    found = passages() if file is None else [json.loads(line) for line in _items("lambada", file, limit)]
+    items = itertools.islice(GENERATED_TASKS[task].items(found), limit)
+    return [json.dumps(item | {"task": task}) + "\n" for item in items]
+
+
+def _items(task: str, file: Path | None, limit: int | None) -> list[str]:
     """The lines of a data file, each an item with the fields that the task reads."""
+    assert file is not None
     reader: Any = lzma.open if file.suffix == ".xz" else open
     try:
         with reader(file, "rt", encoding="utf-8") as stream:

@@ -80,14 +80,14 @@ def load_grid(name: str | os.PathLike) -> list[Variant]:
     values = read_settings(path)
     with _errors_in(str(path)):
         _check_names(values, ("recipe", "set", "defaults", "runs"))
-        recipe = _set(_recipe(path, str(values.get("recipe"))), values)
+        recipe = _set(_recipe(path, values.get("recipe")), values)
         defaults = _mapping(values, "defaults")
         with _errors_in("defaults"):
             _check_names(defaults, SETTINGS)
         runs = _mapping(values, "runs")
         if not runs:
             raise GridError("runs must name at least one run, each with its settings")
-        variants = [variant for entry in runs for variant in _variants(entry, runs, recipe, defaults)]
+        variants = [variant for entry in runs for variant in _variants(path, entry, runs, recipe, defaults)]
         twice = [name for name, count in Counter(variant.name for variant in variants).items() if count > 1]
         if twice:
             raise GridError(f"run {twice[0]}: two runs have this name; seeds are part of it, NAME_seed1")
@@ -118,22 +118,45 @@ def choose(variants: Sequence[Variant], only: Iterable[str]) -> list[Variant]:
     return [variant for variant in variants if not names or names & {variant.name, variant.entry}]
 
 
+def with_seeds(variants: Sequence[Variant], seeds: Sequence[int]) -> list[Variant]:
+    """Give every entry of a grid these seeds in place of its own: a run for each of them.
+
+    A run that the grid has with this seed keeps its name; any other is called NAME_seed1.
+    """
+    named = {(variant.entry, variant.recipe.seed): variant for variant in variants}
+    first = {variant.entry: variant for variant in reversed(variants)}
+    return [
+        named.get((entry, seed)) or _with_seed(variant, seed)
+        for entry, variant in reversed(first.items())
+        for seed in dict.fromkeys(seeds)
+    ]
+
+
+def _with_seed(variant: Variant, seed: int) -> Variant:
+    config = None if variant.config is None else replace(variant.config, seed=seed)
+    recipe = replace(variant.recipe, seed=seed)
+    return replace(variant, name=f"{variant.entry}_seed{seed}", recipe=recipe, config=config)
+
+
 def with_changes(variants: Sequence[Variant], changes: dict[str, Any]) -> list[Variant]:
-    """Change settings of all recipes.
+    """Change settings of all recipes. A setting of a stage is changed where a recipe has that stage.
 
     Args:
         variants: the runs of a grid.
         changes: values by name, as `training.recipe.change` takes them.
 
     Raises:
-        RecipeError: a recipe has no such setting, or not such a value.
+        RecipeError: a recipe has no such setting, or not such a value, or no recipe has the stage.
         GridError: a run cannot be trained with the changed recipe.
     """
+    losses = {stage.loss for variant in variants for stage in variant.recipe.stages}
     changed = []
     for variant in variants:
+        elsewhere = losses - {stage.loss for stage in variant.recipe.stages}
+        own = {name: value for name, value in changes.items() if name.partition(".")[0] not in elsewhere}
         with error_context(f"run {variant.name}: "):
             with error_context(Argument("changes"), ": "):
-                recipe = _change(variant.recipe, changes)
+                recipe = _change(variant.recipe, own)
             changed.append(replace(variant, recipe=recipe))
     return changed
 
@@ -171,8 +194,9 @@ def _change(recipe: Recipe, changes: dict[Any, Any]) -> Recipe:
     return change(recipe, {str(name): value for name, value in numbers(changes).items()})
 
 
-def _recipe(grid: Path, name: str) -> Recipe:
+def _recipe(grid: Path, name: Any) -> Recipe:
     """The path of a recipe is relative to the grid."""
+    name = str(name)
     return load_recipe(grid.parent / name if name.endswith((".yaml", ".yml")) else name)
 
 
@@ -183,14 +207,17 @@ def _set(recipe: Recipe, values: dict[str, Any]) -> Recipe:
         return _change(recipe, changes)
 
 
-def _variants(entry: Any, runs: dict[Any, Any], recipe: Recipe, defaults: dict[str, Any]) -> list[Variant]:
-    """The runs of an entry: one for each seed."""
+def _variants(
+    grid: Path, entry: Any, runs: dict[Any, Any], recipe: Recipe, defaults: dict[str, Any]
+) -> list[Variant]:
+    """The runs of an entry: one for each seed. A recipe of its own is not changed by the grid's `set`."""
     with _errors_in(f"run {entry}"):
         if not isinstance(entry, str) or not NAME.fullmatch(entry):
             raise GridError("its name must be a folder's: letters, digits, _ . + -, and no number alone (quote it)")
         values = _mapping(runs, entry)
-        _check_names(values, (*SETTINGS, "seeds", "set", "cell"))
-        recipe, seeds, cell = _set(recipe, values), _seeds(values), _cell(values)
+        _check_names(values, (*SETTINGS, "recipe", "seeds", "set", "cell"))
+        recipe = _set(_recipe(grid, values["recipe"]) if "recipe" in values else recipe, values)
+        seeds, cell = _seeds(values), _cell(values)
         settings = {name: value for name, value in values.items() if name in SETTINGS}
         variants = []
         for seed in seeds:

@@ -23,10 +23,12 @@ from fastweights.config import FastWeightsConfig
 from fastweights.conversion import convert
 from fastweights.data.readers import read_text
 from fastweights.evaluation.perplexity import EvaluationError, perplexity
+from fastweights.evaluation.recall import ordinary_tokens, recall_probe
 from fastweights.experiments.grid import GridError, Variant, result_file
 from fastweights.loading import load, load_tokenizer, save
 from fastweights.modeling.modes import autocast
-from fastweights.results import PerplexityRow, ResultError, TrainingResult
+from fastweights.results import PerplexityRow, Recall, ResultError, TrainingResult
+from fastweights.tokenization import bos_token
 from fastweights.training import checkpoint as saved
 from fastweights.training.recipe import Recipe
 from fastweights.training.trainer import VALIDATION_BATCH_TOKENS, TrainConfig
@@ -38,16 +40,23 @@ MOST_CHANGES = 4
 
 @dataclass(frozen=True)
 class Setup:
-    """What the runs of a comparison share. `tests` are data sources by their names."""
+    """What the runs of a comparison share. `tests` are data sources by their names; `recall` is whether the recall
+    probe is run."""
 
     folder: Path
     model: str
     data: str
     validation: str
     tests: dict[str, str] = field(default_factory=dict)
+    recall: bool = False
     limit: int | None = None
     device: str | None = None
     keep: bool = False
+
+    @property
+    def measures(self) -> list[str]:
+        """What is measured of every trained model: the names of the tests, and recall."""
+        return [*self.tests, *(["recall"] if self.recall else [])]
 
     def with_absolute_paths(self) -> Setup:
         """The same, for a comparison that may be resumed from another working directory."""
@@ -86,6 +95,7 @@ class Job:
         """Everything that the outcome of the run depends on."""
         config, training = self.variant.config, self.config.to_dict()
         settings = {"settings": None if config is None else config.to_dict(), "tests": self.setup.tests}
+        settings |= {"recall": self.setup.recall}
         return settings | {name: training[name] for name in ("recipe", "model", "data", "validation", "limit")}
 
     def check_unchanged(self) -> None:
@@ -185,29 +195,34 @@ class Job:
             return
         result = TrainingResult.read(self.training / saved.RESULT)
         try:
-            tests = self._measure()
+            tests, recall = self._measure()
         except EvaluationError:
             if result.diverged is None:
                 raise
-            tests = []  # its model may have no finite losses
-        replace(result, name=self.name, run=self.name, cell=self.variant.cell, tests=tests).write(self.result)
+            tests, recall = [], None  # its model may have no finite losses
+        named = replace(result, name=self.name, run=self.name, cell=self.variant.cell)
+        replace(named, tests=tests, recall=recall).write(self.result)
         if not self.setup.keep:
             self._remove_models()
 
-    def _measure(self) -> list[PerplexityRow]:
-        """The best model's perplexity of every test. A run that diverged at once has no model."""
+    def _measure(self) -> tuple[list[PerplexityRow], Recall | None]:
+        """The best model's perplexity of every test, and its recall. A run that diverged at once has no model."""
         best = saved.linked(self.training, saved.BEST) or saved.linked(self.training, saved.LAST)
-        if best is None or not self.setup.tests:
-            return []
+        if best is None or not self.setup.measures:
+            return [], None
         device = self.setup.device or ("cuda" if torch.cuda.is_available() else "cpu")
         model, tokenizer = load(best, dtype=torch.float32).to(device), load_tokenizer(best)
         length = self.variant.recipe.length
         windows: dict[str, Any] = dict(length=length, batch_size=max(1, VALIDATION_BATCH_TOKENS // length))
         with autocast(model.device, self.variant.recipe.precision):
-            return [
+            tests = [
                 perplexity(model, tokenizer, read_text(source), progress=False, **windows).row(name)
                 for name, source in self.setup.tests.items()
             ]
+            if not self.setup.recall:
+                return tests, None
+            probed: dict[str, Any] = dict(vocabulary=ordinary_tokens(model, tokenizer), bos=bos_token(tokenizer))
+            return tests, recall_probe(model, **probed, progress=False)
 
     def _remove_models(self) -> None:
         """The log of the steps stays. Without run.json there is no run to resume."""

@@ -34,9 +34,11 @@ from fastweights.training.trainer import perplexity_from_loss
 from fastweights.utils.errors import Argument, Stopped, error_context
 from fastweights.utils.files import FileLock, make_folder
 from fastweights.utils.progress import RunsDisplay
-from fastweights.utils.signals import StopNow, stop_signals
+from fastweights.utils.signals import StopNow, alarm, stop_signals
 
 POLL_SECONDS = 0.2
+# Exit code of a comparison whose time was over before its runs were done.
+TIME_IS_OVER = 4
 
 
 class Unfinished(Stopped):
@@ -54,12 +56,16 @@ class Outcome:
 
     def check(self) -> None:
         """Raise Unfinished unless all runs are done."""
-        if self.stop_signal:
-            name, done = signal.Signals(self.stop_signal).name, f"{len(self.results)} of {self.count} runs are done"
-            raise Unfinished(f"stopped by {name}: {done}; the same command resumes", exit_code=128 + self.stop_signal)
-        if self.failed:
-            listed = "; ".join(f"{name}: {reason}" for name, reason in self.failed.items())
-            raise Unfinished(f"{len(self.failed)} of {self.count} runs failed, the same command tries again: {listed}")
+        done = f"{len(self.results)} of {self.count} runs are done; the same command resumes"
+        failed = "; ".join(f"{name}: {reason}" for name, reason in self.failed.items())
+        if self.stop_signal == signal.SIGALRM and len(self.results) < self.count:
+            more = f"; {len(self.failed)} failed: {failed}" if failed else ""
+            raise Unfinished(f"the time is over: {done}{more}", exit_code=TIME_IS_OVER)
+        if self.stop_signal not in (0, signal.SIGALRM):
+            name = signal.Signals(self.stop_signal).name
+            raise Unfinished(f"stopped by {name}: {done}", exit_code=128 + self.stop_signal)
+        if failed:
+            raise Unfinished(f"{len(self.failed)} of {self.count} runs failed, the same command tries again: {failed}")
 
 
 def name_tests(sources: Sequence[str]) -> dict[str, str]:
@@ -81,18 +87,19 @@ def launch(arguments: Sequence[str], log: TextIO, lock: FileLock, threads: int) 
     )
 
 
-def compare(variants: Sequence[Variant], setup: Setup, at_once: int = 1) -> Outcome:
+def compare(variants: Sequence[Variant], setup: Setup, at_once: int = 1, minutes: float | None = None) -> Outcome:
     """Run the variants that are not done yet. Progress is shown on standard error.
 
     Args:
         variants: the runs of a grid.
         setup: what they share.
         at_once: how many are trained at the same time. They share the cores and the memory of the device.
+        minutes: when to stop, counted from this call: the runs finish their steps and save. None: when all are done.
 
     Raises:
         FastWeightsError: what can be known to be wrong before the first process starts.
     """
-    setup = setup.with_absolute_paths()
+    started, setup = time.monotonic(), setup.with_absolute_paths()
     jobs = [Job(setup, variant) for variant in variants]
     for job in jobs:
         job.check_unchanged()
@@ -104,7 +111,7 @@ def compare(variants: Sequence[Variant], setup: Setup, at_once: int = 1) -> Outc
     if len(waiting) < len(jobs):
         display.print(f"{len(jobs) - len(waiting)} of {len(jobs)} runs are done already")
     runner = _Runner(waiting, at_once, display)
-    runner.run()
+    runner.run(None if minutes is None else 60 * minutes - (time.monotonic() - started))
     results = [job.read_result() for job in jobs if job.result.is_file()]
     return Outcome(results, runner.failed, len(jobs), runner.stop_signal)
 
@@ -158,8 +165,9 @@ class _Runner:
         self.failed: dict[str, str] = {}
         self.stop_signal, self._stops_at_once = 0, False
 
-    def run(self) -> None:
-        with stop_signals(self.stop, self._acknowledge), self.display:
+    def run(self, seconds: float | None) -> None:
+        """Run the jobs, for so many seconds at most and the time that stopping takes."""
+        with stop_signals(self.stop, self._acknowledge), alarm(seconds, self.stop), self.display:
             try:
                 while self.running or (self.waiting and not self.stop_signal):
                     self._start_waiting()
@@ -175,7 +183,7 @@ class _Runner:
         if not self.stop_signal:
             for process in self.running.values():
                 process.terminate()
-        self.stop_signal = number
+        self.stop_signal = self.stop_signal or number
         if self._stops_at_once:
             raise StopNow(number)
 
@@ -234,8 +242,8 @@ class _Runner:
                 self._end(job, _reason(job, exit_code))
 
     def _finish(self, job: Job) -> None:
-        if job.setup.tests and not self.stop_signal:
-            self.display.print(f"{job.name}: trained, measuring it on {', '.join(job.setup.tests)}")
+        if job.setup.measures and not self.stop_signal:
+            self.display.print(f"{job.name}: trained, measuring it on {', '.join(job.setup.measures)}")
         self._end(job, "stopped" if self.stop_signal else self._attempt(job, job.finish))
 
     def _end(self, job: Job, reason: str) -> None:

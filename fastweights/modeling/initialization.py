@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fastweights.config import LINEAR_GATES, ONE_GATE, PRETRAINED_VALUES
 from fastweights.modeling.families import AttentionWeights
 from fastweights.modeling.layer import (
     AttentionShape,
@@ -359,20 +360,24 @@ def _initialize_gates(rule: RecurrentAttention, shape: AttentionShape, generator
             z = torch.full((states, d), math.log(OPEN_GATE_FACTOR * config.train_length))
             assert rule.key_scale is not None
             rule.key_scale.copy_((-f).sigmoid())
-        else:
+        elif not config.has_ablation(PRETRAINED_VALUES):
             assert rule.projections is not None
             _scale_rows(rule.projections.v_proj, (-z).sigmoid())
+        if config.has_ablation(LINEAR_GATES):  # the biases are the gates themselves
+            f, z = f.sigmoid(), z.sigmoid()
         _set_bias(rule, "f", f)
         _set_bias(rule, "z", z)
     elif config.rule == "gated":
         g = log_gate(1, states, config.train_length, generator) if log else uniform_gate((states,), states, generator)
+        if config.has_ablation(ONE_GATE):  # the paper's gated rule has no bias
+            g = torch.zeros(1)
         _set_bias(rule, "g", g)
     elif config.rule == "delta":
         _set_bias(rule, "g", torch.full((states,), math.log(DELTA_GATE / (1 - DELTA_GATE))))
     elif config.rule == "gated_delta":
         _set_bias(rule, "f", _key_gates(rule, shape, generator))
         _set_bias(rule, "g", torch.full((states,), math.log(GATED_DELTA_GATE / (1 - GATED_DELTA_GATE))))
-    elif sums_values(config):
+    elif sums_values(config) and not config.has_ablation(PRETRAINED_VALUES):
         if rule.projections is not None:
             _scale_rows(rule.projections.v_proj, torch.tensor(ADD_VALUE_SCALE))
         else:

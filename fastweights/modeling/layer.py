@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from fastweights import ops
-from fastweights.config import LOCAL, ConfigError, FastWeightsConfig
+from fastweights.config import LOCAL, ONE_GATE, ConfigError, FastWeightsConfig
+from fastweights.modeling import ablations
 from fastweights.modeling.window import WindowCache, local_attention
 from fastweights.rules import RULES
 from fastweights.rules.feature_maps import MAPS, input_width, sum_normalize, unit_normalize
@@ -207,9 +208,10 @@ class RecurrentAttention(nn.Module):
             self.projections = Projections(shape, states, width, rotary_pair_count(shape, config))
         self.feature_map = MAPS[str(config.feature_map)](states, config.m, shape.head_dim)
         gate_widths = {"m": config.m, "d": shape.head_dim, "1": 1}
+        gates = 1 if config.has_ablation(ONE_GATE) else states
         self.gates = nn.ModuleDict(
             {
-                name: nn.Linear(config.gate_rank or shape.width, states * gate_widths[width])
+                name: nn.Linear(config.gate_rank or shape.width, gates * gate_widths[width])
                 for name, width in RULES[config.rule].gates.items()
             }
         )
@@ -229,27 +231,32 @@ class RecurrentAttention(nn.Module):
             q, k = unit_normalize(q), unit_normalize(k)
         if self.key_scale is not None:
             k = k * self.key_scale.to(k.dtype)
-        y, state = ops.apply(
-            config.rule,
-            q,
-            k,
-            v,
-            self.gate_logits(gate_input),
-            state=None if layer_cache is None else layer_cache.get("state"),
-            normalize=config.normalizes_attention,
-            mask=info.mask,
-            reset=info.reset,
-        )
+        state = None if layer_cache is None else layer_cache.get("state")
+        y, state = self._run(q, k, v, self.gate_logits(gate_input), state, mask=info.mask, reset=info.reset)
         if layer_cache is not None:
             layer_cache.put("state", state)
         return y if self.output_norm is None else self.output_norm(y)
+
+    def _run(
+        self, q: Tensor, k: Tensor, v: Tensor, gate_logits: tuple[Tensor, ...], state: Tensor | None, **flags: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The rule's outputs and new state; `flags` are mask and reset."""
+        config = self.config
+        for name, run in ablations.RUNS.items():
+            if config.has_ablation(name):
+                return run(q, k, v, gate_logits, state, **flags)
+        return ops.apply(config.rule, q, k, v, gate_logits, state, config.normalizes_attention, **flags)
 
     def gate_logits(self, gate_input: Tensor) -> tuple[Tensor, ...]:
         """The rule's gate logits [B,T,S,m], [B,T,S,d] or [B,T,S], in the order of its gates."""
         logits = []
         for name, width in RULES[self.config.rule].gates.items():
             logit = project(self.gates[name], gate_input)
-            logits.append(logit if width == "1" else logit.unflatten(-1, (self.states, -1)))
+            if width != "1":
+                logit = logit.unflatten(-1, (self.states, -1))
+            elif self.config.has_ablation(ONE_GATE):
+                logit = logit.expand(*logit.shape[:-1], self.states)
+            logits.append(logit)
         return tuple(logits)
 
 

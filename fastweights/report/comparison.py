@@ -14,8 +14,18 @@ from typing import Any
 from fastweights.report.page import Plot, Table
 from fastweights.report.parts import LONGEST_NAME, file_names, plot, table
 from fastweights.report.plots import COLORS, DASHES, Line
+from fastweights.report.quality import PROBES
 from fastweights.report.results import RunEntry
-from fastweights.report.text import DIVERGED, MISSING, count_text, finite, is_broken, perplexity_text, whole
+from fastweights.report.text import (
+    DIVERGED,
+    MISSING,
+    count_text,
+    finite,
+    is_broken,
+    percent_text,
+    perplexity_text,
+    whole,
+)
 from fastweights.report.training import Curve, bases_of, perplexity_of, seed_lines, validation_of, validation_panel
 from fastweights.results import PerplexityRow, TrainingResult
 
@@ -117,10 +127,35 @@ def mean_text(values: Sequence[float], failed: int) -> str:
 
 
 def comparison_tables(compared: Comparison) -> list[Table]:
-    """A table with a row for each variant."""
+    """A table with a row for each variant, and one for each probe of recall that was run."""
     header, rows = variant_rows(compared)
     note = comparison_note(compared)
-    return table(compared.name, [compared.name, *header], rows, compared.entries, names=1, note=note)
+    tables = table(compared.name, [compared.name, *header], rows, compared.entries, names=1, note=note)
+    for probe, what in PROBES.items():
+        name, distances = f"{compared.name}: {what}", _distances(compared.entries, probe)
+        rows = [
+            [variant.label, *(_accuracy_text(variant.runs, probe, distance) for distance in distances)]
+            for variant in compared.variants
+        ]
+        probed = table(name, [name, *map(whole, distances)], rows, compared.entries, names=1)
+        tables += probed if distances else []
+    return tables
+
+
+def recalled(run: TrainingResult, probe: str) -> dict[int, float]:
+    """The accuracy of a run's model in a probe of recall, by distance; empty where it was not measured."""
+    return {row.distance: row.accuracy for row in getattr(run.recall, probe, ())}
+
+
+def _distances(entries: Sequence[RunEntry], probe: str) -> list[int]:
+    return sorted({distance for entry in entries for distance in recalled(entry.run, probe)})
+
+
+def _accuracy_text(runs: Sequence[TrainingResult], probe: str, distance: int) -> str:
+    """The mean of the seeds that did not diverge."""
+    found = [recalled(run, probe).get(distance) for run in runs if run.diverged is None]
+    measured = [accuracy for accuracy in found if accuracy is not None]
+    return percent_text(statistics.mean(measured), 0) if measured else MISSING
 
 
 def variant_rows(compared: Comparison) -> tuple[list[str], list[list[str]]]:

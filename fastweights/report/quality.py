@@ -24,7 +24,7 @@ from fastweights.report.text import (
 from fastweights.results import PerplexityRow, PositionBucket, RecallRow
 
 PROBES = {"pairs": "pairs recalled", "copy": "tokens copied"}
-SHARES = ("acc", "exact_match", "em", "f1")
+SHARES = ("acc", "exact_match", "em", "f1", "rouge_l")
 
 
 def losses(models: Sequence[ModelEntry]) -> list[str]:

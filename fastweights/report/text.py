@@ -101,4 +101,5 @@ def settings_text(settings: dict[str, Any] | None) -> str:
     parts += [f"{name} {settings[name]}" for name in ("m", "window", "sinks") if settings.get(name)]
     parts += ["shared projections"] if settings.get("projections") == "shared" else []
     parts += [f"gate rank {settings['gate_rank']}"] if settings.get("gate_rank") else []
+    parts += [str(settings["ablation"])] if settings.get("ablation") else []
     return ", ".join(parts)

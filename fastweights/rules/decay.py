@@ -14,4 +14,12 @@ def step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, f_logit: Tensor, z_logi
     return read(state, q), state
 
 
+def linear_step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, f: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    """The same without the sigmoid: f and z themselves are the gates, and nothing bounds the state."""
+    state = outer(z, f) * state + outer(v, k)
+    return read(state, q), state
+
+
 DECAY = Rule("decay", step, gates={"f": "m", "z": "d"}, has_normalizer=False)
+# Only the loop runs it: it is for an ablation of the paper (modeling/ablations.py), and not one of the RULES.
+LINEAR_DECAY = Rule("decay without sigmoid", linear_step, gates=DECAY.gates, has_normalizer=False)

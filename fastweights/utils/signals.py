@@ -56,6 +56,24 @@ def stop_signals(stop: Callable[[int], None], acknowledge: Callable[[int], None]
 
 
 @contextmanager
+def alarm(seconds: float | None, ring: Callable[[int], None]) -> Iterator[None]:
+    """Call `ring(SIGALRM)` in the main thread once so many seconds have passed in the block. None: never.
+
+    `ring` may raise StopNow. Like the signals above, it waits for a call of C++ code to return.
+    """
+    if seconds is None:
+        yield
+        return
+    before: Any = signal.signal(signal.SIGALRM, lambda number, _frame: ring(number))
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))  # 0 would mean never
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
 def _received_at_once(received: list[int], acknowledge: Callable[[int], None]) -> Iterator[None]:
     """Append every signal to `received` from a thread, which also acknowledges the first one of those handled here."""
     reading, writing = socket.socketpair()

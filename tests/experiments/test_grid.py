@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from fastweights.experiments.grid import choose, load_grid, with_changes
-from fastweights.training.recipe import load_recipe
+from fastweights.experiments.grid import choose, load_grid, with_changes, with_seeds
+from fastweights.presets import preset_config
+from fastweights.training.recipe import RECIPE_FOLDER, load_recipe
 from fastweights.utils.errors import FastWeightsError
 
+SHIPPED = [file.stem for file in sorted((RECIPE_FOLDER / "grids").glob("*.yaml"))]
 BASE = "recipe: paper\nruns:\n"
 BAD = {
     "": "grid.yaml must hold settings, `name: value`, found NoneType",
@@ -61,10 +64,24 @@ def test_bad_grid_is_refused_with_file_run_and_setting(tmp_path: Path, text: str
     assert BAD[text] in str(found.value) and str(found.value).startswith(str(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["paper", "paper_longer", "smollm2"])
+@pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_grids_are_defined(name: str) -> None:
     variants = load_grid(name)
     assert variants and all(variant.cell for variant in variants)
+    cells = {tuple(sorted((variant.cell or {}).items())) for variant in variants}
+    assert len(cells) == len({variant.entry for variant in variants})
+    configs = [(variant.config, variant.recipe) for variant in variants]
+    assert all(configs.count(pair) == 1 for pair in configs), "two runs are the same"
+
+
+def test_variants_of_the_recommended_settings_differ_from_them_in_what_their_names_say() -> None:
+    """A grid has no link to the preset, so a change of the preset must not go unnoticed."""
+    for grid, head_dim, width in (("smollm2_design", 64, 576), ("smollm2_final", 64, 576)):
+        variants = {variant.name: variant.config for variant in load_grid(grid)}
+        preset = preset_config("recommended", head_dim, width)
+        assert preset in variants.values()
+        assert grid != "smollm2_final" or variants["c"] == replace(preset, layers=variants["c"].layers)
+    assert variants["c"].layers == tuple(sorted(set(range(30)) - {17, 18, 24}))
 
 
 def test_shipped_grid_has_the_cells_of_the_papers_tables() -> None:
@@ -120,6 +137,46 @@ def test_later_changes_override_earlier_ones(tmp_path: Path) -> None:
     assert [(stage.learning_rate, stage.clip) for stage in stages] == [(2e-3, 4), (1e-3, 4)]
     assert a.recipe.batch_tokens == 2048 and stages[0].weight_decay == load_recipe("paper").stages[0].weight_decay
     assert a.config is not None and a.config.m == 8 and b.config is None
+
+
+def test_run_with_a_recipe_of_its_own_is_not_changed_by_the_set_of_the_grid(tmp_path: Path) -> None:
+    """--set reaches every run that has the stage."""
+    (tmp_path / "own.yaml").write_text("stages: [{loss: finetune, tokens: 999}]\nlength: 32\nbatch_tokens: 64\n")
+    (tmp_path / "grid.yaml").write_text(
+        textwrap.dedent("""
+        recipe: distill
+        set: {distill.tokens: 5_000_000, length: 256}
+        runs:
+          base: {recipe: finetune, set: {finetune.clip: 2}}
+          small: {rule: decay, recipe: own.yaml}
+          decay: {rule: decay}
+        """)
+    )
+    changes = {"finetune.tokens": 4096, "distill.tokens": 8192, "validate_every": 7}
+    base, small, decay = with_changes(load_grid(tmp_path / "grid.yaml"), changes)
+    finetune = load_recipe("finetune")
+    assert base.recipe.length == finetune.length and base.recipe.stages[0].clip == 2
+    assert base.recipe.stages[0].learning_rate == finetune.stages[0].learning_rate
+    assert [stage.tokens for stage in (base.recipe.stages[0], small.recipe.stages[0])] == [4096, 4096]
+    assert small.recipe.length == 32 and decay.recipe.length == 256
+    assert [stage.tokens for stage in decay.recipe.stages] == [load_recipe("distill").stages[0].tokens, 8192]
+    assert {variant.recipe.validate_every for variant in (base, small, decay)} == {7}
+    with pytest.raises(FastWeightsError, match="run decay: changes: unknown setting transfer.speed"):
+        with_changes([base, decay], {"transfer.speed": 1})
+    with pytest.raises(FastWeightsError, match="run base: changes: distill.tokens=1: the recipe has no stage distill"):
+        with_changes([base, small], {"distill.tokens": 1})
+
+
+def test_seeds_replace_those_of_the_grid_and_runs_of_the_grid_keep_their_names(tmp_path: Path) -> None:
+    (tmp_path / "grid.yaml").write_text("recipe: paper\nruns: {a: {rule: gated, seeds: [0, 1]}, b: {m: 8}, c: {}}\n")
+    variants = load_grid(tmp_path / "grid.yaml")
+    found = with_seeds(variants, [2, 0, 2])
+    assert [variant.name for variant in found] == ["a_seed2", "a_seed0", "b_seed2", "b", "c_seed2", "c"]
+    assert [variant.recipe.seed for variant in found] == [2, 0] * 3
+    assert [variant.config and variant.config.seed for variant in found] == [2, 0, 2, 0, None, None]
+    assert found[1] == variants[0] and found[3] == variants[2] and found[2].entry == "b"
+    with pytest.raises(FastWeightsError, match="seed must be between 0"):
+        with_seeds(variants, [-1])
 
 
 def test_grids_are_not_listed_as_recipes() -> None:

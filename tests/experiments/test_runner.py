@@ -34,10 +34,12 @@ from helpers.training import (
 )
 
 from fastweights.evaluation.perplexity import perplexity
+from fastweights.evaluation.recall import ordinary_tokens, recall_probe
 from fastweights.experiments import runner
 from fastweights.experiments.grid import Variant
 from fastweights.experiments.job import Job, Setup
 from fastweights.loading import load, load_tokenizer
+from fastweights.tokenization import bos_token
 from fastweights.training import checkpoint
 from fastweights.utils.files import FileLock
 from fastweights.utils.signals import stop_signals
@@ -254,13 +256,20 @@ def test_each_seed_is_a_run_and_only_selects_runs(files: Files, tmp_path: Path) 
         "two": {"rule": "gated", "seeds": [0, 3]},
         "late": {"rule": "decay", "set": WILD | {"diverged_above": 0.5, "diverged_for": 5}},
     }
-    command = typed(files, write_grid(tmp_path, runs), tmp_path, "--only", "two,late", "--jobs", 3, "--keep")
+    grid = write_grid(tmp_path, runs)
+    command = typed(files, grid, tmp_path, "--only", "two,late", "--jobs", 3, "--keep", "--recall")
     succeed(*command, "--test", files.validation)
     results = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "results").iterdir()}
     assert results.keys() == {"two_seed0", "two_seed3", "late"}
     third = results["two_seed3"]
     assert third["seed"] == third["recipe"]["seed"] == third["model"]["settings"]["seed"] == 3
     assert third["validation"] != results["two_seed0"]["validation"]
+    for name in ("two_seed0", "late"):
+        best = tmp_path / "runs" / name / "training/best"
+        tokenizer = load_tokenizer(best)
+        vocabulary = ordinary_tokens(load(best), tokenizer)
+        probe = recall_probe(load(best), vocabulary=vocabulary, bos=bos_token(tokenizer), progress=False)
+        assert results[name]["recall"] == probe.to_dict()
     assert "for 5 steps" in results["late"]["diverged"]["reason"] and results["late"]["tests"][0]["token"] > 1
     for name in results:
         assert (tmp_path / "runs" / name / "training/best/model.safetensors").is_file()
@@ -327,6 +336,14 @@ def ask_to_stop(program: Program, output: Path) -> None:
     assert "first: stopped" in program.output and not (output / "runs/third").exists()
 
 
+def let_time_run_out(program: Program, output: Path) -> None:
+    """As --minutes does. The runs save, and the table of those that are done is printed before the last line."""
+    os.kill(program.pid, signal.SIGALRM)
+    assert program.wait() == runner.TIME_IS_OVER
+    assert "error: the time is over: 0 of 3 runs are done; the same command resumes" in program.output
+    assert "first: stopped" in program.output and not (output / "runs/third").exists()
+
+
 @pytest.fixture(scope="module")
 def long_runs(files: Files) -> tuple[Path, dict[str, Path]]:
     """A grid, and two of its runs as they are when nothing happens to them."""
@@ -341,14 +358,15 @@ def long_runs(files: Files) -> tuple[Path, dict[str, Path]]:
     return write_grid(files.folder / "long", runs, recipe), folders
 
 
-@pytest.mark.parametrize("end", [kill_all, kill_the_parent, ask_to_stop])
+@pytest.mark.parametrize("end", [kill_all, kill_the_parent, ask_to_stop, let_time_run_out])
 def test_resumed_comparison_matches_uninterrupted_runs(
     files: Files, long_runs: tuple[Path, dict[str, Path]], tmp_path: Path, end: Callable[[Program, Path], None]
 ) -> None:
     grid, undisturbed = long_runs
     output = tmp_path / "out"
-    chosen = "" if end is ask_to_stop else "first,second"
-    command = typed(files, grid, output, "--jobs", 2, "--only", chosen)
+    all_runs = end in (ask_to_stop, let_time_run_out)
+    chosen = "" if all_runs else "first,second"
+    command = typed(files, grid, output, "--jobs", 2, "--only", chosen, "--minutes", 1000)
     program = Program(tmp_path / "printed.txt", *command)
     folders = {name: output / "runs" / name / "training" for name in undisturbed}
     wait_until(lambda: all(lines_in(folder) > 3 for folder in folders.values()), program.running)
@@ -364,7 +382,18 @@ def test_resumed_comparison_matches_uninterrupted_runs(
         assert result_of(output, name)["validation"] == expected["validation"]
         printed = (output / "runs" / name / "log.txt").read_text()
         assert ("resumed\n" in printed) == saved[name] and printed.count("started\n") == 2 - saved[name]
-    assert (output / "results/third.json").is_file() == (end is ask_to_stop)
+    assert (output / "results/third.json").is_file() == all_runs
+
+
+def test_time_limit_stops_a_comparison_and_keeps_finished_runs(files: Files, tmp_path: Path) -> None:
+    short = make_recipe((FINETUNE[0] | {"tokens": STEP},))
+    command = typed(files, write_grid(tmp_path, {"one": {"rule": "decay"}, "two": {"rule": "add"}}, short), tmp_path)
+    assert run(*command, "--only", "one").exit_code == 0
+    over = run(*command, "--minutes", 0)
+    assert over.exit_code == runner.TIME_IS_OVER and "the time is over: 1 of 2 runs are done" in over.stderr
+    assert over.stdout.splitlines()[-1].split()[0] == "one"
+    assert "1 of 2 runs are done already" in succeed(*command, "--minutes", 1000).stderr
+    assert succeed(*command, "--minutes", 0).stderr == "2 of 2 runs are done already\n"
 
 
 def interrupt_runs(files: Files, grid: Path, output: Path) -> None:
@@ -456,8 +485,8 @@ def test_bad_comparisons_are_refused_before_a_run_starts(files: Files, tmp_path:
     output = tmp_path / "out"
     grid = write_grid(tmp_path, {"a": {"rule": "decay"}, "deep": {"rule": "decay", "layers": [7]}})
     assert error_of(*typed(files, "nothing", output)) == (
-        "GRID nothing: no such grid; shipped are design, design_small, paper, paper_longer, smollm2, smollm2_long, "
-        "or give a YAML file"
+        "GRID nothing: no such grid; shipped are design_small, gemma3, paper, paper_ablations, paper_longer, "
+        "paper_own_maps, paper_smollm2, smollm2, smollm2_design, smollm2_final, smollm2_long, or give a YAML file"
     )
     assert "no such grid" in error_of(*typed(files, tmp_path / "missing.yaml", output))
     assert error_of(*typed(files, grid, output, "--only", "a,b")) == (
