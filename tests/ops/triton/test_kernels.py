@@ -14,7 +14,7 @@ from helpers.relative_error import CASES, assert_all_close, case_name, op_flags,
 
 from fastweights import ops
 from fastweights.ops import device
-from fastweights.rules import DELTA_RULES, RULES
+from fastweights.rules import DELTA_RULES, MATRIX_RULES
 
 pytest.importorskip("triton")
 from fastweights.ops.triton import _plan, launch, rule_op, tiled, wy
@@ -28,7 +28,7 @@ LIMITS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 1e-2}
 # T, m, d: single ones, a tile's edges, padded widths, several slices of d
 SIZES = [(1, 1, 1), (15, 3, 2), (16, 16, 16), (17, 5, 7), (33, 33, 9), (20, 2, 70), (18, 128, 20)]
 every_case = pytest.mark.parametrize(("rule", "normalize"), CASES, ids=[str(case_name(c)) for c in CASES])
-every_rule = pytest.mark.parametrize("rule", RULES)
+every_rule = pytest.mark.parametrize("rule", MATRIX_RULES)
 
 
 @pytest.fixture(autouse=True)
@@ -183,12 +183,12 @@ def test_compiles_without_a_graph_break(rule: str) -> None:
 
 def test_kernels_compile_without_a_gpu() -> None:
     """The interpreter forgives what the compiler does not."""
-    printed = run_compiling("compile_kernels", *RULES)
+    printed = run_compiling("compile_kernels", *MATRIX_RULES)
     for section in printed.split("rule ")[1:]:
         rule, *lines = section.splitlines()
         solved = {"solve"} if rule in DELTA_RULES else {"segment_sums"}
         assert {line.split()[0] for line in lines} == {"forward", "backward", "scan_segments"} | solved
-    assert printed.count("rule ") == len(RULES)
+    assert printed.count("rule ") == len(MATRIX_RULES)
 
 
 class FakeKernel:
