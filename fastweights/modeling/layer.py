@@ -1,6 +1,6 @@
 """The layer that replaces attention: projections, gates, rule and state.
 
-Shapes: x [B,T,D]   q [B,T,H,r]   k [B,T,S,r]   v [B,T,S,d]   y [B,T,H,d]   state [B,S,d,m]; abc, linformer [B,S,d+r+1,m]
+Shapes: x [B,T,D]   q [B,T,H,r]   k [B,T,S,r]   v [B,T,S,d]   y [B,T,H,d]   state [B,S,d,m], with slots [B,S,d+r+1,m]
 H query heads, S states (S = H, or one for each key-value head), r the width of queries and keys.
 """
 
@@ -298,7 +298,7 @@ def tokens_seen(state: Tensor) -> Tensor:
 
 
 def state_shape(shape: AttentionShape, config: FastWeightsConfig) -> tuple[int, int, int]:
-    """The shape of one sequence's state of a rule, [S,d,m]: with one more row for a normalizer, with slots [S,d+r+1,m]."""
+    """The shape of a rule's state, [S,d,m], with one more row for a normalizer; with slots [S,d+r+1,m]."""
     states = shape.heads if config.state_heads == "query" else shape.kv_heads
     rows = RULES[config.rule].state_rows(shape.head_dim, qk_width(shape, config)) + config.normalizes_attention
     return states, rows, config.m

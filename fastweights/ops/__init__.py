@@ -310,8 +310,8 @@ def apply(
 ) -> tuple[Tensor, Tensor]:
     """Run the rule called `name` ("add", "gated", "delta", "decay", "gated_delta", "abc" or "linformer").
 
-    `gate_logits` are the logits of the gates, or the weights of linformer, in the order of the rule's own function. The other arguments, the
-    results and the errors are those of that function.
+    `gate_logits` are the logits of the gates, or the weights of linformer, in the order of the rule's own function. The
+    other arguments, the results and the errors are those of that function.
     """
     _check(name, q, k, v, gate_logits, state, normalize, mask, reset)
     slots = RULES[name].slots

@@ -51,10 +51,11 @@ def run_slots(
     if rule.by_position:
         inner, share, key_gates, value_gates = RULES["add"], gate, (), ()
     else:
-        inner, tiny = RULES["decay"], torch.finfo(amount.dtype).tiny
-        share = amount / totals.clamp(min=tiny)  # padding at the start has a total of 0
-        previous = torch.cat([before.transpose(1, 2), totals[:, :-1]], dim=1)
-        g_logit = previous.clamp(min=tiny).log() - gate.clamp(-MAX_CONTROL, MAX_CONTROL)
+        inner = RULES["decay"]
+        # The total of an empty memory is 0. What is added changes no other total.
+        totals = torch.cat([before.transpose(1, 2), totals], dim=1) + torch.finfo(amount.dtype).tiny
+        share = amount / totals[:, 1:]
+        g_logit = totals[:, :-1].log() - gate.clamp(-MAX_CONTROL, MAX_CONTROL)
         key_gates, value_gates = (_open_like(k), g_logit), (g_logit, _open_like(v))
     logits, keys = run(inner, q, k, share, key_gates, keys.mT, mask, reset)
     y, values = run(inner, logits.softmax(-1), share, v, value_gates, values, mask, reset)

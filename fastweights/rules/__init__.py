@@ -10,8 +10,7 @@ from fastweights.rules.gated_delta import GATED_DELTA
 from fastweights.rules.linformer import LINFORMER
 
 RULES: dict[str, Rule] = {rule.name: rule for rule in (ADD, GATED, DELTA, DECAY, GATED_DELTA, ABC, LINFORMER)}
-# Rules with one matrix for each head, which have chunked forms and kernels of their own. Those with slots run as calls of
-# these.
+# Rules whose state is a matrix. They have chunked forms and kernels of their own; rules with slots are calls of these.
 MATRIX_RULES = tuple(name for name, rule in RULES.items() if not rule.slots)
 # Rules that write the difference from what the state holds under the key. Their chunked form is the WY form.
 DELTA_RULES = (DELTA.name, GATED_DELTA.name)

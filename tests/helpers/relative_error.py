@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 from fastweights import ops
-from fastweights.rules import DELTA_RULES, RULES
+from fastweights.rules import DELTA_RULES, MATRIX_RULES, RULES
 
 # Below this norm a tensor is compared as if it had it: what is zero but for rounding (the gradient of a query whose
 # one normalized token puts out v whatever it asks) has no ratio to speak of.
 SMALLEST_NORM = 1e-7
 # Every rule, and every rule that can be normalized with its normalizer.
 CASES = [(name, normalize) for name, rule in RULES.items() for normalize in (False, True)[: 1 + rule.has_normalizer]]
+
+MATRIX_CASES = [case for case in CASES if case[0] in MATRIX_RULES]
 
 
 def case_name(value: object) -> str | None:

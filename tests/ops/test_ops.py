@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.relative_error import (
     CASES,
+    MATRIX_CASES,
     assert_all_close,
     assert_close,
     case_name,
@@ -19,7 +20,7 @@ from helpers.relative_error import (
 from torch import Tensor
 
 from fastweights import ops
-from fastweights.rules import MATRIX_RULES, RULES
+from fastweights.rules import RULES
 from fastweights.rules.base import MIN_GATE_LOGIT
 
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 100, 129)
@@ -32,7 +33,7 @@ FORGET_GATES = {"gated": ("g_logit",), "decay": ("f_logit", "z_logit"), "gated_d
 every_rule = pytest.mark.parametrize("rule", RULES)
 every_case = pytest.mark.parametrize(("rule", "normalize"), CASES, ids=[str(case_name(c)) for c in CASES])
 every_matrix_case = pytest.mark.parametrize(
-    ("rule", "normalize"), [case for case in CASES if case[0] in MATRIX_RULES], ids=case_name
+    ("rule", "normalize"), MATRIX_CASES, ids=[str(case_name(c)) for c in MATRIX_CASES]
 )
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 

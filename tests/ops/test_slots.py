@@ -67,9 +67,7 @@ def test_operations_match_the_loop(rule: str, T: int, groups: int, state: bool, 
     flags = op_flags(kind, 2, T, seed=T)
     expected = run_with_gradients(rule, inputs, backend="loop", **flags)
     assert_all_close(run_with_gradients(rule, inputs, backend="chunked", **flags), expected, 1e-6)
-    in_float32 = run_with_gradients(
-        rule, {name: x.float() for name, x in inputs.items()}, backend="chunked", **flags
-    )
+    in_float32 = run_with_gradients(rule, {name: x.float() for name, x in inputs.items()}, backend="chunked", **flags)
     for name in ("y", "state", "totals"):
         assert_close(f"{name} in float32", in_float32[name], expected[name], 1e-5)
 

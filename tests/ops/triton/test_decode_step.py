@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.decode_kernels import DEVICE, kernels, layer_case, needs_triton, randn
 from helpers.gpu_compilation import run_compiling
-from helpers.relative_error import CASES, assert_close, case_name
+from helpers.relative_error import MATRIX_CASES, assert_close, case_name
 from helpers.tiny import depend_on_input, pretrained, tokens
 from torch import Tensor
 
@@ -76,7 +76,7 @@ def run(way: str, rule: str, x: dict[str, Any], normalize: bool, **options: Any)
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=case_name)
+@pytest.mark.parametrize("case", MATRIX_CASES, ids=case_name)
 def test_step_matches_the_rule(case: tuple[str, bool], size: tuple[int, ...], way: str) -> None:
     rule, normalize = case
     x = inputs(rule, size, normalize)

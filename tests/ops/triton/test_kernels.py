@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 import torch
 from helpers.gpu_compilation import run_compiling
-from helpers.relative_error import CASES, assert_all_close, case_name, op_flags, op_inputs, run_op, run_with_gradients
+from helpers.relative_error import (
+    MATRIX_CASES,
+    assert_all_close,
+    case_name,
+    op_flags,
+    op_inputs,
+    run_op,
+    run_with_gradients,
+)
 
 from fastweights import ops
 from fastweights.ops import device
@@ -27,7 +35,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMITS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 1e-2}
 # T, m, d: single ones, a tile's edges, padded widths, several slices of d
 SIZES = [(1, 1, 1), (15, 3, 2), (16, 16, 16), (17, 5, 7), (33, 33, 9), (20, 2, 70), (18, 128, 20)]
-every_case = pytest.mark.parametrize(("rule", "normalize"), CASES, ids=[str(case_name(c)) for c in CASES])
+every_case = pytest.mark.parametrize(("rule", "normalize"), MATRIX_CASES, ids=[str(case_name(c)) for c in MATRIX_CASES])
 every_rule = pytest.mark.parametrize("rule", MATRIX_RULES)
 
 
@@ -90,6 +98,18 @@ def test_kernels_match_loop_with_time_in_segments(rule: str, kind: str, processo
         launch.ProblemShape(rule, 1, 300, 1, 4, 3, torch.float32, kind != "none", torch.device(DEVICE))
     )
     assert plan.segments > 1 and plan.backward_segments > 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rule", ["abc", "linformer"])
+def test_slots_by_kernels_match_loop(rule: str, dtype: torch.dtype) -> None:
+    check(rule, op_flags("mask+reset", 1, 21), dtype, B=1, T=21, H=1, m=5, d=6, groups=2)
+
+
+def test_widest_keys_of_slots_decide_whether_kernels_run() -> None:
+    inputs = {name: x.to(DEVICE) for name, x in op_inputs("abc", m=5, r=129).items()}
+    with pytest.raises(ValueError, match="m up to 128, found 129"):
+        run_op("abc", inputs, backend="triton")
 
 
 @every_rule
