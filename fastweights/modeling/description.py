@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers.cache_utils import DynamicCache
 
@@ -182,4 +181,4 @@ def _count(model: nn.Module) -> int:
 def _base_on_meta(model: Any, family: Family) -> nn.Module:
     """The model from which this one was converted, on the meta device."""
     with torch.device("meta"):
-        return getattr(transformers, family.model_class)(copy.deepcopy(model.config))
+        return family.pretrained_class(copy.deepcopy(model.config))

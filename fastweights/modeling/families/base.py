@@ -5,6 +5,7 @@ Shapes: q_weight [H,d,D], k_weight and v_weight [Hkv,d,D], their biases without 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +69,7 @@ class Family:
 
     Attributes:
         name: `model_type` of the pretrained model.
-        model_class: its class in transformers.
+        model_class: the name of its class.
         layers: path of the list of blocks in the model.
         attention: name of attention in a block.
         shape: (attention module, model config) -> AttentionShape.
@@ -77,6 +78,7 @@ class Family:
         learned_positions: config field with the length of a learned position table. None: there is no table.
         masks_documents: whether the family's own attention separates packed documents by position_ids.
         decoder_class: the class that runs the layers. None: it is the backbone (`AutoModel`) itself.
+        module: where `model_class` is.
     """
 
     name: str
@@ -89,6 +91,12 @@ class Family:
     learned_positions: str | None = None
     masks_documents: bool = True
     decoder_class: str | None = None
+    module: str = "transformers"
+
+    @property
+    def pretrained_class(self) -> Any:
+        """The class of the pretrained causal language model."""
+        return getattr(importlib.import_module(self.module), self.model_class)
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The blocks of a whole model, or of the backbone or decoder inside one."""
