@@ -23,7 +23,7 @@ from fastweights.loading import require_tokenizer
 from fastweights.modeling.modes import evaluating
 from fastweights.modeling.positions import check_length, position_limit
 from fastweights.results import PerplexityRow, PositionBucket
-from fastweights.tokenization import bos_token
+from fastweights.tokenization import bos_token, ends_lines
 from fastweights.utils.errors import Argument
 from fastweights.utils.progress import track
 
@@ -198,6 +198,8 @@ def _token_row(model: Any, tokenizer: Any, text: str) -> Tensor:
     if not text.strip():
         raise EvaluationError("the text is empty: give one with words in it")
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    if ends_lines(tokenizer) and ids[-1:] != [tokenizer.eos_token_id]:
+        ids.append(tokenizer.eos_token_id)
     if len(ids) < 2:
         raise EvaluationError(f"the text has {len(ids)} token: give one with at least 2")
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", math.inf)

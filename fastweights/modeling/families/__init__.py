@@ -17,7 +17,8 @@ from fastweights.utils.errors import FastWeightsError
 __all__ = ["FAMILIES", "AttentionWeights", "Family", "UnknownFamilyError", "family_of"]
 
 FAMILIES: dict[str, Family] = {
-    family.name: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, GPT_NEOX, OPT, ADAPTIVE_INPUT_FAMILY)
+    family.name: family
+    for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, GPT_NEOX, OPT, ADAPTIVE_INPUT_FAMILY)
 }
 
 

@@ -1,4 +1,4 @@
-"""fairseq's language model with adaptive input: attention as in OPT. transformers does not have it, so its classes are in
+"""fairseq's language model with adaptive input: attention as in OPT. transformers does not have it; its classes are in
 modeling/adaptive_input.py.
 
 It has no `ModulePaths`: its embedding is no table, and its output layer no Linear.
