@@ -28,6 +28,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers import initialization as init
+from transformers.activations import ACT2FN
 from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
@@ -64,6 +65,7 @@ class AdaptiveInputConfig(PreTrainedConfig):
     num_hidden_layers: int = 16
     num_attention_heads: int = 8
     intermediate_size: int = 4096
+    hidden_act: str = "relu"
     cutoffs: list[int] | tuple[int, ...] = (20_000, 60_000)
     factor: int = 4
     dropout: float | int = 0.3
@@ -123,6 +125,15 @@ class AdaptiveEmbedding(nn.Module):
         return embedded
 
 
+class Matrix(nn.Module):
+    """A weight of the output layer. It is no Linear: some are concatenated or transposed first, which must work after
+    quantization of all Linears, too."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, columns))
+
+
 class AdaptiveSoftmax(nn.Module):
     """An output layer with two steps: a word of the first cluster or the choice of a tail, then a word of the tail.
 
@@ -134,10 +145,10 @@ class AdaptiveSoftmax(nn.Module):
         super().__init__()
         self.bounds = config.bounds
         sizes = config.cluster_sizes
-        self.words = nn.ModuleList(nn.Linear(width, size, bias=False) for size, width in sizes)
-        self.tails = nn.Linear(config.hidden_size, len(sizes) - 1, bias=False)
+        self.words = nn.ModuleList(Matrix(*size) for size in sizes)
+        self.tails = Matrix(len(sizes) - 1, config.hidden_size)
         # Stored as those of the embedding, [D,Di], and applied transposed.
-        self.projections = nn.ModuleList(nn.Linear(width, config.hidden_size, bias=False) for _, width in sizes[1:])
+        self.projections = nn.ModuleList(Matrix(config.hidden_size, width) for _, width in sizes[1:])
         self.dropout = nn.Dropout(config.softmax_dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -153,7 +164,7 @@ class AdaptiveSoftmax(nn.Module):
 
     def head_weight(self) -> Tensor:
         """[V0+tails,D]: of the words of the first cluster, then of the choice of each tail."""
-        return torch.cat([self.words[0].weight, self.tails.weight])
+        return torch.cat([self.words[0].weight, self.tails.weight])  # type: ignore[list-item]
 
     def tail_weight(self, tail: int) -> Tensor:
         """[Vi,Di] of a tail's words."""
@@ -207,13 +218,20 @@ def _losses(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.where(labels == IGNORED, 0.0, logits.logsumexp(-1) - chosen)
 
 
-def sinusoids(positions: Tensor, width: int) -> Tensor:
-    """fairseq's sinusoidal embeddings [...,width] of positions that count from 0, at any length, in float32."""
-    half = width // 2
-    rate = math.log(10_000) / max(1, half - 1)
-    frequencies = torch.exp(torch.arange(half, dtype=torch.float32, device=positions.device) * -rate)
-    angles = (positions + FIRST_POSITION).float()[..., None] * frequencies
-    return F.pad(torch.cat([angles.sin(), angles.cos()], -1), (0, width % 2))
+class SinusoidalPositions(nn.Module):
+    """fairseq's position embeddings. They are computed, so that there is no longest sequence."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """[...,D] in float32, for positions that count from 0."""
+        half = self.width // 2
+        rate = math.log(10_000) / max(1, half - 1)
+        frequencies = torch.exp(torch.arange(half, dtype=torch.float32, device=positions.device) * -rate)
+        angles = (positions + FIRST_POSITION).float()[..., None] * frequencies
+        return F.pad(torch.cat([angles.sin(), angles.cos()], -1), (0, self.width % 2))
 
 
 class AdaptiveInputAttention(nn.Module):
@@ -258,12 +276,13 @@ class AdaptiveInputLayer(GradientCheckpointingLayer):
         self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
         self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
         self.final_layer_norm = nn.LayerNorm(config.hidden_size)
+        self.activation = ACT2FN[config.hidden_act]
         self.dropout, self.activation_dropout = nn.Dropout(config.dropout), nn.Dropout(config.activation_dropout)
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         attended, _ = self.self_attn(self.self_attn_layer_norm(hidden_states), **kwargs)
         hidden_states = hidden_states + self.dropout(attended)
-        inner = self.activation_dropout(F.relu(self.fc1(self.final_layer_norm(hidden_states))))
+        inner = self.activation_dropout(self.activation(self.fc1(self.final_layer_norm(hidden_states))))
         return hidden_states + self.dropout(self.fc2(inner))
 
 
@@ -291,9 +310,9 @@ class AdaptiveInputPreTrainedModel(PreTrainedModel):
             init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):
             init.normal_(module.weight, std=module.embedding_dim**-0.5)
-        elif isinstance(module, nn.Linear):
+        elif isinstance(module, nn.Linear | Matrix):
             init.xavier_uniform_(module.weight)
-            if module.bias is not None:
+            if getattr(module, "bias", None) is not None:
                 init.zeros_(module.bias)
         elif isinstance(module, AdaptiveInputAttention):
             for linear in (module.q_proj, module.k_proj, module.v_proj):
@@ -306,6 +325,7 @@ class AdaptiveInputModel(AdaptiveInputPreTrainedModel):
     def __init__(self, config: AdaptiveInputConfig) -> None:
         super().__init__(config)
         self.embed_tokens = AdaptiveEmbedding(config)
+        self.embed_positions = SinusoidalPositions(config.hidden_size)
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(AdaptiveInputLayer(config, i) for i in range(config.num_hidden_layers))
         self.gradient_checkpointing = False
@@ -340,8 +360,8 @@ class AdaptiveInputModel(AdaptiveInputPreTrainedModel):
             past_key_values=past_key_values,
             position_ids=position_ids,
         )
-        width = self.config.hidden_size
-        hidden = self.dropout(math.sqrt(width) * hidden + sinusoids(position_ids, width).to(hidden.dtype))
+        hidden = math.sqrt(self.config.hidden_size) * hidden + self.embed_positions(position_ids).to(hidden.dtype)
+        hidden = self.dropout(hidden)
         for layer in self.layers:
             hidden = layer(
                 hidden, attention_mask=mask, position_ids=position_ids, past_key_values=past_key_values, **kwargs

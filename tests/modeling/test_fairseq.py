@@ -149,7 +149,7 @@ def test_no_code_of_a_checkpoint_is_run(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     for legacy in (False, True):
         path = written.save(tmp_path / "model.pt", written.state_dict(), legacy, args=_Runs())
-        with pytest.raises(CheckpointError, match="mkdir|posix"):
+        with pytest.raises(CheckpointError, match=r"mkdir|posix"):
             load_checkpoint(path)
     path.write_bytes(pickle.dumps(_Runs()))
     with pytest.raises(CheckpointError, match="cannot be read as a PyTorch checkpoint"):

@@ -39,9 +39,10 @@ class ModulePaths:
         norm, mlp_norm: norms before attention and before the MLP, as paths from a block (so are all up to `down`).
         up: the MLP's first projection, or a gate and the projection that it multiplies.
         down: the MLP's second projection.
-        embedding, final_norm: paths from the model.
+        embedding: the module that embeds tokens, a table or not; from the model.
+        final_norm: the norm before the output layer, from the model. None: there is none.
         attention_out_norm, mlp_out_norm: norms after attention and after the MLP, if the family has them; from a block.
-        positions: learned position embeddings, from the model.
+        positions: position embeddings, a learned table or a module that computes them; from the model.
         rotary: the module that computes RoPE's cos and sin, from the model.
         activation: config field with the name of the activation.
         scales_embedding: whether embeddings are multiplied by the square root of the width.
@@ -53,7 +54,7 @@ class ModulePaths:
     up: tuple[str, ...]
     down: str
     embedding: str
-    final_norm: str
+    final_norm: str | None
     attention_out_norm: str | None = None
     mlp_out_norm: str | None = None
     positions: str | None = None
