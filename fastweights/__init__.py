@@ -13,7 +13,7 @@ from importlib.abc import MetaPathFinder
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from fastweights.config import MODEL_TYPE_PREFIX
+from fastweights.config import ADAPTIVE_INPUT, MODEL_TYPE_PREFIX
 
 if TYPE_CHECKING:
     from fastweights import ops as ops
@@ -63,7 +63,8 @@ class _ConvertedModels(dict):
     """
 
     def __contains__(self, model_type: object) -> bool:
-        if str(model_type).startswith(MODEL_TYPE_PREFIX) and not super().__contains__(model_type):
+        is_ours = model_type == ADAPTIVE_INPUT or str(model_type).startswith(MODEL_TYPE_PREFIX)
+        if is_ours and not super().__contains__(model_type):
             importlib.import_module("fastweights.modeling.classes")
         return super().__contains__(model_type)
 

@@ -13,6 +13,8 @@ from fastweights.utils.settings import check_names, check_settings, setting, set
 
 # model_type of a converted model: this and its family's name
 MODEL_TYPE_PREFIX = "fastweights_"
+# model_type of the one pretrained architecture that transformers does not have (modeling/adaptive_input.py)
+ADAPTIVE_INPUT = "adaptive_input"
 LOCAL = "local"
 DEFAULT_LOCAL_WINDOW = 32
 LARGEST_M, LARGEST_WINDOW, LARGEST_LENGTH, LARGEST_SEED = 2**16, 2**20, 2**31, 2**31

@@ -1,4 +1,4 @@
-"""Loading models and tokenizers from hub ids, folders and GGUF files, and saving them as folders."""
+"""Loading models and tokenizers from hub ids, folders, GGUF files and checkpoints of fairseq, and saving them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from fastweights.config import ConfigError
 from fastweights.conversion import drop_gguf_quantizer
-from fastweights.model_paths import locate, new_model_folder
+from fastweights.model_paths import FAIRSEQ, dictionary_beside, locate, new_model_folder
+from fastweights.modeling import fairseq
 from fastweights.modeling.classes import check_tensors, keep_softcap
 from fastweights.modeling.source_files import (
     WITHOUT_CODE,
@@ -19,7 +21,7 @@ from fastweights.modeling.source_files import (
     loading_errors,
 )
 from fastweights.tokenization import set_special_tokens
-from fastweights.utils.errors import CheckpointError
+from fastweights.utils.errors import Argument, CheckpointError
 from fastweights.utils.gguf import read_metadata
 
 # BPE vocabularies (`tokenizer.ggml.pre`) whose texts start with bos, unless a GGUF file says otherwise. llama.cpp has
@@ -34,9 +36,10 @@ def load(source: str | os.PathLike, **kwargs: Any) -> Any:
     """Load a causal language model, converted or not. No code of the model's folder or repository is run.
 
     Args:
-        source: a hub id, a folder that `save_pretrained` wrote, a GGUF file, or the folder of a training run, which
-            stands for its best checkpoint.
-        **kwargs: arguments of transformers' `from_pretrained`, such as `dtype` or `device_map`.
+        source: a hub id, a folder that `save_pretrained` wrote, a GGUF file, a checkpoint of fairseq's language model
+            with adaptive input (.pt), or the folder of a training run, which stands for its best checkpoint.
+        **kwargs: arguments of transformers' `from_pretrained`, such as `dtype` or `device_map`; of a fairseq checkpoint
+            only `dtype`.
 
     Returns:
         The model, in evaluation mode.
@@ -46,6 +49,14 @@ def load(source: str | os.PathLike, **kwargs: Any) -> Any:
             config. The message names the file.
         ConfigError: if `trust_remote_code` or `weights_only` asks for code to be run.
     """
+    folder, file = locate(source)
+    if file is not None and file.endswith(FAIRSEQ):
+        check_arguments(kwargs)
+        others = sorted(set(kwargs) - {"dtype", *WITHOUT_CODE})
+        if others:
+            raise ConfigError(Argument(others[0]), f": a fairseq checkpoint is loaded with dtype alone, {source}")
+        with loading_errors(source, folder):
+            return fairseq.load_checkpoint(Path(folder) / file, kwargs.get("dtype", "auto"))
     model, info = _load(
         AutoModelForCausalLM, source, **kwargs | {"output_loading_info": True, "ignore_mismatched_sizes": True}
     )
@@ -60,7 +71,8 @@ def load_tokenizer(source: str | os.PathLike) -> Any:
     """Load the tokenizer of a model. No code of the model's folder or repository is run.
 
     Args:
-        source: a hub id, a folder, a GGUF file or the folder of a training run.
+        source: a hub id, a folder, a GGUF file, a fairseq checkpoint with its dictionary beside it (dict.txt), or the
+            folder of a training run.
 
     Returns:
         The tokenizer, or None if there is none.
@@ -68,9 +80,12 @@ def load_tokenizer(source: str | os.PathLike) -> Any:
     Raises:
         CheckpointError: if the tokenizer exists and cannot be read, or asks for code of its own.
     """
-    folder, gguf = locate(source)
-    if gguf:
-        return _gguf_tokenizer(folder, gguf)
+    folder, file = locate(source)
+    if file is not None and file.endswith(FAIRSEQ):
+        dictionary = dictionary_beside(Path(folder) / file)
+        return None if dictionary is None else fairseq.dictionary_tokenizer(dictionary)
+    if file:
+        return _gguf_tokenizer(folder, file)
     if Path(folder).is_dir() and not any(Path(folder).glob("*tokenizer*")):
         return None
     try:
@@ -88,6 +103,8 @@ def require_tokenizer(tokenizer: Any, source: str | os.PathLike = "the model's f
     Raises:
         CheckpointError: if `tokenizer` is None.
     """
+    if tokenizer is None and str(source).endswith(FAIRSEQ):
+        raise CheckpointError(f"{source} has no dictionary beside it: put fairseq's dict.txt into the same folder")
     if tokenizer is None:
         how = "AutoTokenizer.from_pretrained(BASE).save_pretrained(FOLDER)"
         raise CheckpointError(f"{source} has no tokenizer: save the base model's there with {how}")

@@ -18,25 +18,36 @@ CONFIG, ADAPTER = "config.json", "adapter_config.json"
 # In the folder of a training run: its settings, and links to two of its checkpoints.
 RUN, BEST, LAST = "run.json", "best", "last"
 _GGUF_MAGIC = b"GGUF"
+# File names that end so are models: in llama.cpp's format, and checkpoints of fairseq.
+GGUF, FAIRSEQ = ".gguf", ".pt"
+# A pickle, alone or in a zip file.
+_FAIRSEQ_MAGIC = (b"PK", b"\x80")
 
 
 def locate(source: str | os.PathLike) -> tuple[str, str | None]:
-    """The folder or hub id of a model, and the name of its GGUF file or None.
+    """The folder or hub id of a model, and the name of its file if it is a GGUF file or a checkpoint of fairseq.
 
     Raises:
         CheckpointError: there is no model at a path, or an adapter. A hub id is not looked up.
     """
     path = Path(find_model(source))
-    if path.suffix == ".gguf":
+    if path.suffix == FAIRSEQ:
+        _check_fairseq(path)
+        return str(path.parent), path.name
+    if path.suffix == GGUF:
         _check_gguf(path)
         _check_no_adapter(path.parent)
         return str(path.parent), path.name
     if path.is_file():
-        raise CheckpointError(f"{path} is a file: give the folder it lies in, a GGUF file or a hub id")
+        files = "a GGUF file, a fairseq checkpoint (.pt) or a hub id"
+        archive = "; unpack it first" if ".tar" in path.suffixes or path.suffix == ".zip" else ""
+        raise CheckpointError(f"{path} is a file: give the folder it lies in, {files}{archive}")
     if path.is_dir():
         _check_no_adapter(path)
         if not (path / CONFIG).is_file():
-            raise CheckpointError(f"{path} is not a checkpoint: it has no {CONFIG} (save_pretrained writes one)")
+            checkpoints = sorted(path.glob(f"*{FAIRSEQ}"))
+            how = f"for a fairseq checkpoint give {checkpoints[0]}" if checkpoints else "save_pretrained writes one"
+            raise CheckpointError(f"{path} is not a checkpoint: it has no {CONFIG} ({how})")
         if not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
             raise CheckpointError(f"{path} is not a checkpoint: it has a {CONFIG} but no model.safetensors")
         return str(path), None
@@ -81,6 +92,20 @@ def _check_no_adapter(folder: Path) -> None:
     if (folder / ADAPTER).is_file():
         how = "merge the adapter into its model with peft (merge_and_unload) and save that, or move the file away"
         raise CheckpointError(f"{folder / ADAPTER} makes this an adapter of another model, which is not loaded: {how}")
+
+
+def dictionary_beside(checkpoint: str | os.PathLike) -> Path | None:
+    """The dictionary in the folder of a checkpoint, where fairseq's archives have it."""
+    files = (Path(checkpoint).with_name(name) for name in ("dict.txt", "dict.txt.xz", "dict.txt.gz"))
+    return next((file for file in files if file.is_file()), None)
+
+
+def _check_fairseq(path: Path) -> None:
+    if not path.is_file():
+        raise CheckpointError(f"no fairseq checkpoint at {path}")
+    with path.open("rb") as file:
+        if not file.read(2).startswith(_FAIRSEQ_MAGIC):
+            raise CheckpointError(f"{path} is not a checkpoint of PyTorch, or is damaged: copy or download it again")
 
 
 def _check_gguf(path: Path) -> None:

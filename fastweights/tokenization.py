@@ -21,6 +21,13 @@ def adds_eos(tokenizer: Any) -> bool:
     return eos is not None and tokenizer.encode("a")[-1] == eos
 
 
+def ends_lines(tokenizer: Any) -> bool:
+    """Whether the tokenizer's eos token is the end of a line, as in fairseq's word-level text. Then the last line of a
+    text ends with it, too, also where a reader has taken its line break away."""
+    eos = getattr(tokenizer, "eos_token_id", None)
+    return eos is not None and tokenizer.encode("\n", add_special_tokens=False) == [eos]
+
+
 def prompt_tokens(tokenizer: Any, text: str, continues: bool = False) -> list[int]:
     """The tokens of a text for a model to continue: with bos where the model expects it, and never with eos.
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from fastweights.config import LOCAL, ConfigError, FastWeightsConfig
+from fastweights.modeling.adaptive_input import AdaptiveSoftmax
 from fastweights.modeling.cache import Counts, FastWeightsCache, put_keys_or_values
 from fastweights.modeling.classes import new_layer
 from fastweights.modeling.families import Family
@@ -166,33 +167,41 @@ class DecodeModel:
         ]
 
     def _pack_embedding(self, model: Any, parts: ModulePaths) -> None:
-        self.embedding: Tensor = model.get_submodule(parts.embedding).weight.detach()
+        embedding = model.get_submodule(parts.embedding)
+        self.embedding: Tensor | nn.Module = embedding
+        if isinstance(embedding, nn.Embedding):
+            self.embedding = embedding.weight.detach()
         self.embedding_scale = None
         if parts.scales_embedding:
             self.embedding_scale = torch.tensor(model.config.hidden_size**0.5, dtype=model.dtype).item()
-        self.position_table: Tensor | None = None
+        self.position_table: Tensor | nn.Module | None = None
         if parts.positions is not None:
             table = model.get_submodule(parts.positions)
-            self.position_table = table.weight.detach()[getattr(table, "offset", 0) :]
+            self.position_table = table
+            if isinstance(table, nn.Embedding):
+                self.position_table = table.weight.detach()[getattr(table, "offset", 0) :]
 
     def _pack_head(self, model: Any, parts: ModulePaths) -> None:
-        weight, bias = _weight(model.get_output_embeddings())
-        norm = _norm(model.get_submodule(parts.final_norm))
-        self.head = self.context.linear(weight, bias, norm)
-        batch, width = self.hidden.shape
-        self.sums = NormSums(batch, width, norm.centered, self.hidden.device)
-        self.logits = self.context.buffer(weight.shape[0])
+        output, (batch, width) = model.get_output_embeddings(), self.hidden.shape
         self.softcap = getattr(model.config, "final_logit_softcapping", None)
+        self.head: FusedLinear | AdaptiveSoftmax
+        if isinstance(output, AdaptiveSoftmax):
+            assert parts.final_norm is None
+            self.head, norm = output, _norm(model.family.blocks(model)[0].get_submodule(parts.norm))
+            # log-probabilities, which need more than half precision
+            wide = torch.promote_types(self.hidden.dtype, torch.float32)
+            self.logits = torch.zeros(batch, output.bounds[-1], dtype=wide, device=self.hidden.device)
+        else:
+            weight, bias = _weight(output)
+            norm = _norm(model.get_submodule(str(parts.final_norm)))
+            self.head = self.context.linear(weight, bias, norm)
+            self.logits = self.context.buffer(weight.shape[0])
+        self.sums = NormSums(batch, width, norm.centered, self.hidden.device)
 
     @torch.inference_mode()
     def step(self) -> Tensor:
         """Feed `tokens` to the model and return the logits [B,V] of the next ones, always in the same buffer."""
-        hidden = torch.index_select(self.embedding, 0, self.tokens, out=self.hidden)
-        if self.embedding_scale is not None:
-            hidden.mul_(self.embedding_scale)
-        if self.position_table is not None:  # positions="clamp", or a free slot, whose position keeps growing
-            rows = self.positions.clamp(max=len(self.position_table) - 1)
-            hidden.add_(self.position_table.index_select(0, rows))
+        hidden = self._embed()
         self.sums.parts = 0
         for rotary in self.rotary.values():
             rotary.update(self.positions)
@@ -200,11 +209,30 @@ class DecodeModel:
             ring.update(self.positions)
         for block in self.blocks:
             block.step(hidden, self.sums)
-        self.head(hidden, self.logits, sums=self.sums)
+        if isinstance(self.head, AdaptiveSoftmax):
+            self.logits.copy_(self.head(hidden))
+        else:
+            self.head(hidden, self.logits, sums=self.sums)
         if self.softcap is not None:
             self.logits.div_(self.softcap).tanh_().mul_(self.softcap)
         self.positions.add_(1)
         return self.logits
+
+    def _embed(self) -> Tensor:
+        """Embed tokens and positions, into the buffer `hidden` [B,D]."""
+        if isinstance(self.embedding, Tensor):
+            hidden = torch.index_select(self.embedding, 0, self.tokens, out=self.hidden)
+        else:
+            hidden = self.hidden.copy_(self.embedding(self.tokens))
+        if self.embedding_scale is not None:
+            hidden.mul_(self.embedding_scale)
+        if isinstance(self.position_table, Tensor):
+            # positions="clamp", or a free slot, whose position keeps growing
+            rows = self.positions.clamp(max=len(self.position_table) - 1)
+            hidden.add_(self.position_table.index_select(0, rows))
+        elif self.position_table is not None:
+            hidden.add_(self.position_table(self.positions).to(hidden.dtype))
+        return hidden
 
     @torch.no_grad()
     def set_slot(self, slot: int, cache: FastWeightsCache) -> None:

@@ -16,3 +16,9 @@ def call_model(model: Any, tokens: Tensor, logits_to_keep: int, **arguments: Any
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         arguments["logits_to_keep"] = logits_to_keep
     return model(input_ids=tokens.to(getattr(model, "device", "cpu")), **arguments)
+
+
+def output_layer(model: Any) -> Any:
+    """The layer that computes the logits; None where a model does not say."""
+    get = getattr(model, "get_output_embeddings", None)
+    return None if get is None else get()

@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 
 from fastweights.evaluation.checks import WINDOW, EvaluationError, check_window
-from fastweights.evaluation.forward import call_model
+from fastweights.evaluation.forward import call_model, output_layer
 from fastweights.loading import require_tokenizer
+from fastweights.modeling.adaptive_input import AdaptiveSoftmax
 from fastweights.modeling.modes import evaluating
 from fastweights.modeling.positions import check_length, position_limit
 from fastweights.results import PerplexityRow, PositionBucket
-from fastweights.tokenization import bos_token
+from fastweights.tokenization import bos_token, ends_lines
+from fastweights.training.chunked_loss import without_head
 from fastweights.utils.errors import Argument
 from fastweights.utils.progress import track
 
@@ -90,7 +92,8 @@ def perplexity(
     progress: bool = True,
 ) -> Perplexity:
     """Measure the perplexity of a text. With context 0 the windows are those of lm-eval's loglikelihood_rolling, all of
-    them with bos in front where the model expects it.
+    them with bos in front where the model expects it. With a tokenizer of fairseq's word-level text they are those of
+    fairseq's eval_lm, with any context.
 
     Args:
         model: Any causal model.
@@ -107,14 +110,13 @@ def perplexity(
     """
     check_windows(model, length, context)
     row = _token_row(model, tokenizer, text)
-    windows = _windows(len(row) - 1, length, context)
+    windows = _windows(len(row) - 1, length, context, fill_last=not ends_lines(tokenizer))
     nll = 0.0
     with evaluating(model):
         for first in _batches(len(windows), batch_size, "perplexity", progress):
             batch = windows[first : first + batch_size]
-            inputs = _read_windows(row, batch, bos_token(tokenizer))
-            losses = _losses(model, inputs, keep=max(window.scored for window in batch))
-            nll += sum(_sum(loss[-window.scored :], window) for window, loss in zip(batch, losses, strict=True))
+            for _, group in itertools.groupby(batch, lambda window: window.end - window.start):
+                nll += _nll(model, row, list(group), bos_token(tokenizer))
     return Perplexity(nll, len(row) - 1, len(text.split()), len(text.encode()), length, context)
 
 
@@ -181,14 +183,15 @@ class Window(NamedTuple):
     scored: int
 
 
-def _windows(targets: int, length: int, context: int) -> list[Window]:
-    """Windows of equal length. The last one may score fewer tokens, and then has more tokens of context."""
+def _windows(targets: int, length: int, context: int, fill_last: bool) -> list[Window]:
+    """Windows of equal length. The last one may score fewer tokens: it then has more tokens of context (`fill_last`, as
+    in lm-eval), or is shorter (as in fairseq)."""
     done = min(length, targets)
     windows = [Window(0, done, done)]
     while done < targets:
         scored = min(targets - done, length - context)
         done += scored
-        windows.append(Window(done - length, done, scored))
+        windows.append(Window(done - (length if fill_last else context + scored), done, scored))
     return windows
 
 
@@ -198,6 +201,8 @@ def _token_row(model: Any, tokenizer: Any, text: str) -> Tensor:
     if not text.strip():
         raise EvaluationError("the text is empty: give one with words in it")
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    if ends_lines(tokenizer) and ids[-1:] != [tokenizer.eos_token_id]:
+        ids.append(tokenizer.eos_token_id)
     if len(ids) < 2:
         raise EvaluationError(f"the text has {len(ids)} token: give one with at least 2")
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", math.inf)
@@ -217,6 +222,12 @@ def _read_windows(row: Tensor, windows: Sequence[Window], bos: int | None) -> Te
     return rows
 
 
+def _nll(model: Any, row: Tensor, windows: Sequence[Window], bos: int | None) -> float:
+    """The negative log-likelihood of the tokens that windows of one length score."""
+    losses = _losses(model, _read_windows(row, windows, bos), keep=max(window.scored for window in windows))
+    return sum(_sum(loss[-window.scored :], window) for window, loss in zip(windows, losses, strict=True))
+
+
 def _losses(model: Any, rows: Tensor, keep: int) -> Tensor:
     """The losses [B,keep] of the last `keep` tokens of rows [B,T+1]. Long rows are read in chunks."""
     length, cache, losses = rows.shape[1] - 1, None, []
@@ -224,9 +235,17 @@ def _losses(model: Any, rows: Tensor, keep: int) -> Tensor:
         end = min(start + CHUNK, length)
         chunk = rows[:, start : end + 1]
         scored = min(end - start, max(1, keep - (length - end)))
-        outputs = call_model(model, chunk[:, :-1], scored, past_key_values=cache, use_cache=length > CHUNK)
-        logits = outputs.logits[:, -scored:]
-        losses.append(_cross_entropy(logits, chunk[:, -scored:].to(logits.device)))
+        arguments: dict[str, Any] = {"past_key_values": cache, "use_cache": length > CHUNK}
+        output = output_layer(model)
+        if isinstance(output, AdaptiveSoftmax):  # its losses need no logits of all words
+            with without_head(model) as seen:
+                outputs = call_model(model, chunk[:, :-1], scored, **arguments)
+            rows_and_targets = zip(seen[0][:, -scored:], chunk[:, -scored:].to(seen[0].device), strict=True)
+            losses.append(torch.stack([output.losses(*pair) for pair in rows_and_targets]).cpu())
+        else:
+            outputs = call_model(model, chunk[:, :-1], scored, **arguments)
+            logits = outputs.logits[:, -scored:]
+            losses.append(_cross_entropy(logits, chunk[:, -scored:].to(logits.device)))
         cache = outputs.past_key_values
     return torch.cat(losses, 1)[:, -keep:]
 

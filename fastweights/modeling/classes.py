@@ -234,7 +234,7 @@ def _make_class(family: Family, config_class: Any, base: Any, *mixins: Any) -> A
 
 def _make_classes(family: Family) -> tuple[Any, Any]:
     """Make and register the classes of a family; returns the config's and the causal language model's."""
-    causal_lm: Any = getattr(transformers, family.model_class)
+    causal_lm: Any = family.pretrained_class
     base_config = causal_lm.config_class
     backbone, classifier = (
         auto._model_mapping[base_config] for auto in (AutoModel, AutoModelForSequenceClassification)

@@ -10,15 +10,16 @@ import copy
 import math
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers.cache_utils import DynamicCache
 
 from fastweights.config import LOCAL, FastWeightsConfig
-from fastweights.model_paths import CONFIG, locate
+from fastweights.model_paths import CONFIG, FAIRSEQ, locate
+from fastweights.modeling import fairseq
 from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.families import Family, family_of
 from fastweights.modeling.layer import AttentionShape, FastWeightsAttention, state_shape
@@ -80,16 +81,18 @@ def describe_source(source: str | os.PathLike) -> Description:
     """Describe a saved model from its config.json or the header of its GGUF file. No code of the model's is run.
 
     Args:
-        source: a folder, a hub id, a GGUF file or the folder of a training run.
+        source: a folder, a hub id, a GGUF file, a fairseq checkpoint or the folder of a training run.
 
     Raises:
         CheckpointError: if there is no model, or its config does not describe one.
         UnknownFamilyError: if the model's family is not supported.
     """
-    folder, gguf = locate(source)
-    with loading_errors(source, folder, f"{gguf or CONFIG} does not describe a model"):
-        if gguf is not None:
-            return describe(empty_model(read_config(folder, gguf_file=gguf)))
+    folder, file = locate(source)
+    with loading_errors(source, folder, f"{file or CONFIG} does not describe a model"):
+        if file is not None and file.endswith(FAIRSEQ):
+            return describe(empty_model(fairseq.read_config(Path(folder) / file)))
+        if file is not None:
+            return describe(empty_model(read_config(folder, gguf_file=file)))
         check_config(folder)
         return describe(empty_model(read_config(folder)))
 
@@ -179,4 +182,4 @@ def _count(model: nn.Module) -> int:
 def _base_on_meta(model: Any, family: Family) -> nn.Module:
     """The model from which this one was converted, on the meta device."""
     with torch.device("meta"):
-        return getattr(transformers, family.model_class)(copy.deepcopy(model.config))
+        return family.pretrained_class(copy.deepcopy(model.config))

@@ -55,8 +55,8 @@ def check_source(source: str | os.PathLike) -> None:
     Raises:
         CheckpointError: names the path or the hub id, and the file.
     """
-    folder, gguf = locate(source)
-    if gguf is not None:
+    folder, file = locate(source)
+    if file is not None:
         return
     if not Path(folder).is_dir():
         check_hub_id(folder)

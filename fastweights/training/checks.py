@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import LoggerType
 
+from fastweights.modeling.adaptive_input import AdaptiveSoftmax
 from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.modes import no_window_reason
 from fastweights.modeling.positions import check_length
@@ -50,6 +51,11 @@ def _check_stage(model: str, stage: Stage, student: Any) -> None:
     if stage.top_k > student.config.vocab_size:
         most = student.config.vocab_size
         raise TrainingError(f"{stage.loss}.top_k={stage.top_k}: {model} has {most} tokens only")
+    if stage.loss == "distill" and isinstance(student.get_output_embeddings(), AdaptiveSoftmax):
+        for name, only in (("temperature", 1), ("top_k", 0)):
+            if getattr(stage, name) != only:
+                what = f"{stage.loss}.{name}={getattr(stage, name):g}: {model} has an adaptive softmax"
+                raise TrainingError(f"{what}, which is distilled over all words at temperature 1: leave {name} out")
     reason = no_window_reason(student) if stage.window_dropout else None
     if reason is not None:
         what = f"{stage.loss}.window_dropout={stage.window_dropout:g}: {model} {reason}"

@@ -1,7 +1,13 @@
 """Losses on next-token logits [N,V], computed with their gradient in chunks of a few thousand tokens, so that the
 logits of a large vocabulary are never in memory as a whole.
 
-Shapes: hidden [N,D]   weight [V,D]   bias [V]   labels [N]
+An adaptive softmax has a loss for the choice of a word of its first cluster or of a tail, and one for the words of each
+tail. Both parts of the loss add up exactly. With q(w) = q(c) q(w|c) for a word w of tail c,
+
+    cross-entropy: -log q(w) = -log q(c) - log q(w|c)
+    divergence:    KL(p || q) = KL of the choices + sum over tails c of p(c) KL(p(.|c) || q(.|c))
+
+Shapes: hidden [N,D]   weight [V,D]   bias [V]   labels, shares [N]
 """
 
 from __future__ import annotations
@@ -9,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastweights.data.batches import IGNORED
+from fastweights.modeling.adaptive_input import AdaptiveSoftmax
 
 # Elements of a chunk's logits, at most, and the bytes that a loss needs for each: up to 13 float32 copies.
 LOGITS_AT_ONCE, LOGITS_ON_GPU, BYTES_A_LOGIT = 2**24, 2**27, 52
@@ -29,8 +36,8 @@ class Head:
     """An output layer: logits = softcap(weight hidden + bias)."""
 
     weight: Tensor
-    bias: Tensor | None
-    softcap: float | None
+    bias: Tensor | None = None
+    softcap: float | None = None
 
 
 @contextmanager
@@ -49,9 +56,11 @@ def without_head(model: Any) -> Iterator[list[Tensor]]:
         del layer.forward
 
 
-def head_of(model: Any) -> Head:
+def head_of(model: Any) -> Head | AdaptiveSoftmax:
     """The output layer of a causal language model, with the softcap of its logits."""
     layer = model.get_output_embeddings()
+    if isinstance(layer, AdaptiveSoftmax):
+        return layer
     return Head(layer.weight, layer.bias, getattr(model.config, "final_logit_softcapping", None))
 
 
@@ -77,11 +86,11 @@ class LossConfig:
 
 
 def head_loss(
-    head: Head,
+    head: Head | AdaptiveSoftmax,
     hidden: Tensor,
     labels: Tensor,
     config: LossConfig,
-    teacher: Head | None = None,
+    teacher: Head | AdaptiveSoftmax | None = None,
     teacher_hidden: Tensor | None = None,
 ) -> Tensor:
     """The loss of an output layer, as `config` defines it.
@@ -91,13 +100,70 @@ def head_loss(
         hidden: Its inputs, [N,D].
         labels: The next tokens [N]; IGNORED where there is none.
         config: What is minimized.
-        teacher: The teacher's output layer; None for no divergence.
+        teacher: The teacher's output layer, of the student's kind; None for no divergence.
         teacher_hidden: Its inputs, [N,D of the teacher].
     """
+    if isinstance(head, AdaptiveSoftmax):
+        assert not isinstance(teacher, Head)
+        return _adaptive_loss(head, hidden, labels, config, teacher, teacher_hidden)
+    assert not isinstance(teacher, AdaptiveSoftmax)
+    return _linear_loss(head, hidden, labels, config, teacher, teacher_hidden)
+
+
+def _adaptive_loss(
+    head: AdaptiveSoftmax,
+    hidden: Tensor,
+    labels: Tensor,
+    config: LossConfig,
+    teacher: AdaptiveSoftmax | None,
+    teacher_hidden: Tensor | None,
+) -> Tensor:
+    """The loss of an adaptive softmax. Its divergence is that of all words at temperature 1 (training/checks.py)."""
+    hidden, choice = head.dropout(hidden), Head(head.head_weight())
+    if teacher is None or teacher_hidden is None:
+        loss = _linear_loss(choice, hidden, head.head_labels(labels), config)
+    else:
+        teacher_choice = Head(teacher.head_weight())
+        loss = _linear_loss(choice, hidden, head.head_labels(labels), config, teacher_choice, teacher_hidden)
+        divergence = replace(config, cross_entropy=0.0)
+        for tail, shares in enumerate(_tail_shares(teacher, teacher_hidden, config)):
+            own, teachers = Head(head.tail_weight(tail)), Head(teacher.tail_weight(tail))
+            inputs = head.tail_input(tail, hidden), teacher.tail_input(tail, teacher_hidden)
+            loss = loss + _linear_loss(own, inputs[0], labels, divergence, teachers, inputs[1], shares)
+    if config.cross_entropy:
+        # not compiled: how many tokens have a label in a tail differs from step to step
+        text = replace(config, compiled=False)
+        for tail, (index, words) in enumerate(head.by_tail(labels)):
+            inputs_of_tail = head.tail_input(tail, hidden[index])
+            loss = loss + _linear_loss(Head(head.tail_weight(tail)), inputs_of_tail, words, text)
+    return loss
+
+
+@torch.no_grad()
+def _tail_shares(head: AdaptiveSoftmax, hidden: Tensor, config: LossConfig) -> Tensor:
+    """The probability of each tail, [tails,N], in at least float32."""
+    weight, shares = head.head_weight(), []
+    for x in hidden.split(max(1, logits_at_once(hidden.device, config.memory_share) // len(weight))):
+        logits = F.linear(x, weight)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        shares.append((logits[:, head.bounds[1] :] - logits.logsumexp(-1, keepdim=True)).exp())
+    return torch.cat(shares).mT
+
+
+def _linear_loss(
+    head: Head,
+    hidden: Tensor,
+    labels: Tensor,
+    config: LossConfig,
+    teacher: Head | None = None,
+    teacher_hidden: Tensor | None = None,
+    shares: Tensor | None = None,
+) -> Tensor:
+    """`head_loss` of a linear layer, in which the divergence of each token counts `shares` times (None: once)."""
     own: tuple[Tensor | None, ...] = (hidden, head.weight, head.bias)
     if not torch.is_grad_enabled():  # inside an autograd function it never is
         own = tuple(None if x is None else x.detach() for x in own)
-    return _HeadLoss.apply(*own, labels, head.softcap, config, teacher, teacher_hidden)
+    return _HeadLoss.apply(*own, labels, head.softcap, config, teacher, teacher_hidden, shares)
 
 
 def logits_at_once(device: torch.device, memory_share: float = 1.0) -> int:
@@ -120,6 +186,7 @@ class _HeadLoss(torch.autograd.Function):
         config: LossConfig,
         teacher: Head | None,
         teacher_hidden: Tensor | None,
+        shares: Tensor | None,
     ) -> Tensor:
         needed = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], bias is not None and ctx.needs_input_grad[2]]
         d_hidden = torch.empty_like(hidden) if needed[0] else None
@@ -145,7 +212,8 @@ class _HeadLoss(torch.autograd.Function):
                 config.temperature,
                 config.top_k,
             )
-            loss, gradient = of_chunk(logits, teacher_logits, labels[at], *scalars, any(needed))
+            shares_at = None if shares is None else shares[at]
+            loss, gradient = of_chunk(logits, teacher_logits, labels[at], shares_at, *scalars, any(needed))
             losses.append(loss)
             if gradient is None:
                 continue
@@ -161,13 +229,14 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
         gradients = [None if d is None else d * upstream[0].to(d.dtype) for d in ctx.saved_tensors]
-        return *gradients, None, None, None, None, None
+        return *gradients, None, None, None, None, None, None
 
 
 def _chunk(
     logits: Tensor,
     teacher_logits: Tensor | None,
     labels: Tensor,
+    shares: Tensor | None,
     softcap: float | None,
     teacher_softcap: float | None,
     cross_entropy: float,
@@ -187,6 +256,8 @@ def _chunk(
         divergence, difference = (teacher * (log_teacher - log_student)).sum(-1), student - teacher
         if top_k:
             divergence, difference = _top_k_divergence(student, teacher, top_k)
+        if shares is not None:
+            divergence, difference = shares * divergence, shares[:, None] * difference
         # scaled as if the temperature were 1
         loss = loss + temperature**2 * divergence
         gradient = gradient + temperature * difference

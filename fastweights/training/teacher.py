@@ -72,4 +72,5 @@ def check_teacher_sizes(teacher: Any, student: Any, name: str) -> None:
 def sizes_of(model: Any) -> str:
     """The vocabulary, layers and width of a model in words."""
     config, layers = model.config, len(family_of(model).blocks(model))
-    return f"vocabulary {config.vocab_size}, {layers} layers, width {config.hidden_size}"
+    clusters = f" in clusters from {', '.join(map(str, config.cutoffs))}" if hasattr(config, "cutoffs") else ""
+    return f"vocabulary {config.vocab_size}{clusters}, {layers} layers, width {config.hidden_size}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import math
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from helpers.cli import CHARACTERS, tokenizer
 from helpers.tiny import pretrained
 from torch import nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from fastweights import FastWeightsConfig
 from fastweights.conversion import convert
@@ -20,6 +23,7 @@ from fastweights.evaluation.perplexity import (
     perplexity,
     perplexity_by_position,
 )
+from fastweights.modeling.fairseq import dictionary_tokenizer
 from fastweights.modeling.positions import PositionError
 from fastweights.results import PositionBucket
 from fastweights.utils.errors import CheckpointError
@@ -62,6 +66,40 @@ def test_each_token_is_scored_once_in_its_window(model: Any, context: int, bos: 
     found = perplexity(model, tokenizer(bos), TEXT[:90], length=16, context=context, batch_size=3, **QUIET)
     assert found.nll == pytest.approx(definition(model, TEXT[:90], 16, context, bos), rel=1e-5)
     assert (found.tokens, found.length, found.context) == (90, 16, context)
+
+
+class Bits(nn.Module):
+    """The token at place i of what it reads, from 1, predicts `a` and the end of the line with probability 2 ** -i."""
+
+    config = SimpleNamespace(vocab_size=5)
+
+    def forward(self, input_ids: torch.Tensor, **_: Any) -> CausalLMOutputWithPast:
+        chance = 0.5 ** torch.arange(1.0, input_ids.shape[1] + 1)[:, None]
+        rest = (1 - 2 * chance) / 3
+        row = torch.cat([rest, rest, chance, rest, chance], 1).log()
+        return CausalLMOutputWithPast(logits=row.expand(len(input_ids), -1, -1))
+
+
+def test_context_of_fairseq_by_hand(tmp_path: Path) -> None:
+    """Seven tokens, the last one the end of the line. A loss is as many bits as the window has tokens up to there.
+
+    --length 4 --context 0: windows of 4 and 3 tokens, 1 + 2 + 3 + 4 and 1 + 2 + 3 bits.
+    --length 4 --context 2: 1 + 2 + 3 + 4 for the first window; 3 + 4 for the last two of the next; then one token is
+    left, which sees two before it: 3 bits.
+    """
+    (tmp_path / "dict.txt").write_text("a 2\n")
+    words = dictionary_tokenizer(tmp_path / "dict.txt", 5)
+    for context, bits in ((0, 16), (2, 20)):
+        for text in ("a a a a a a", "a a a a a a\n"):
+            found = perplexity(Bits(), words, text, length=4, context=context, **QUIET)
+            assert found.tokens == 7 and found.nll == pytest.approx(bits * math.log(2))
+            assert found.token == pytest.approx(2 ** (bits / 7))
+
+
+def test_adaptive_softmax_is_scored_without_logits_of_all_words() -> None:
+    for model in (pretrained("adaptive_input"), converted("adaptive_input", window=3)):
+        found = perplexity(model, tokenizer(), TEXT[:90], length=16, context=5, batch_size=3, **QUIET)
+        assert found.nll == pytest.approx(definition(model, TEXT[:90], 16, 5, True), rel=1e-5)
 
 
 def test_repr_shows_the_perplexity() -> None:

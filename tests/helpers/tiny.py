@@ -9,7 +9,9 @@ from typing import Any
 import torch
 import transformers
 
+from fastweights.modeling.adaptive_input import AdaptiveInputConfig
 from fastweights.modeling.classes import keep_softcap
+from fastweights.modeling.families import FAMILIES
 
 VOCAB = 61
 # Families differ in what they call these sizes.
@@ -32,22 +34,29 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3_text": ("Gemma3", LLAMA_LIKE | dict(head_dim=8, sliding_window=7, query_pre_attn_scalar=8)),
     "gpt_neox": ("GPTNeoX", SIZES | SPECIAL | dict(intermediate_size=48, max_position_embeddings=512)),
     "opt": ("OPT", SIZES | SPECIAL | dict(ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=96, dropout=0.0)),
+    "adaptive_input": (
+        "AdaptiveInput",
+        SIZES
+        | SPECIAL
+        | dict(intermediate_size=48, cutoffs=[20, 40], factor=2, activation_dropout=0.0, softmax_dropout=0.0)
+        | dict(dropout=0.0, attention_dropout=0.0),
+    ),
 }
 CONFIG_NAMES = {"Gemma3": "Gemma3TextConfig"}
 
 
 def config_of(family: str, **changes: Any) -> Any:
     name, values = CONFIGS[family]
+    if family == "adaptive_input":
+        return AdaptiveInputConfig(**values | changes)
     return getattr(transformers, CONFIG_NAMES.get(name, f"{name}Config"))(**values | changes)
 
 
 @functools.cache
 def _pretrained(family: str, **changes: Any) -> Any:
     """Weights far larger than a fresh start's, so that tokens differ clearly and every bias counts."""
-    name = CONFIGS[family][0]
-    model_class = getattr(transformers, f"{name}LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")
     torch.manual_seed(7)
-    model = model_class(config_of(family, **changes)).eval()
+    model = FAMILIES[family].pretrained_class(config_of(family, **changes)).eval()
     keep_softcap(model.config)  # as fw.load has it
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():

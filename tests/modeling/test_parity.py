@@ -247,8 +247,8 @@ def test_product_has_every_combination_the_config_accepts() -> None:
     by_rule = {rule: sum(settings["rule"] == rule for settings in DEFINED) for rule in RULES}
     assert by_rule.pop("abc") == by_rule.pop("linformer") == by_rule.pop("local") == 1
     assert by_rule == {"decay": 6, "gated": 20, "delta": 26, "gated_delta": 16, "add": 20}
-    assert len(CONFIGS) == 9 and VOCAB > 2
-    assert {name: len(matrix) for name, matrix in MATRICES.items()} == {"settings": 1638, "options": 306, "beams": 126}
+    assert len(CONFIGS) == 10 and VOCAB > 2
+    assert {name: len(matrix) for name, matrix in MATRICES.items()} == {"settings": 1820, "options": 340, "beams": 140}
 
 
 @pytest.mark.parametrize("matrix", MATRICES)

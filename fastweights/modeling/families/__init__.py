@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import transformers
 from transformers import AutoModel, AutoModelForSequenceClassification
 
+from fastweights.modeling.families.adaptive_input import ADAPTIVE_INPUT_FAMILY
 from fastweights.modeling.families.base import AttentionWeights, Family
 from fastweights.modeling.families.gpt2 import GPT2
 from fastweights.modeling.families.gpt_neox import GPT_NEOX
@@ -17,7 +17,8 @@ from fastweights.utils.errors import FastWeightsError
 __all__ = ["FAMILIES", "AttentionWeights", "Family", "UnknownFamilyError", "family_of"]
 
 FAMILIES: dict[str, Family] = {
-    family.name: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, GPT_NEOX, OPT)
+    family.name: family
+    for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, GPT_NEOX, OPT, ADAPTIVE_INPUT_FAMILY)
 }
 
 
@@ -50,7 +51,7 @@ def family_of(model: Any) -> Family:
 
 
 def _other_classes(family: Family) -> list[str]:
-    """Names of transformers' other classes for a family's config: the backbone and models with other heads."""
-    config = getattr(transformers, family.model_class).config_class
+    """Names of the other classes for a family's config: the backbone and models with other heads."""
+    config = family.pretrained_class.config_class
     mappings = (AutoModel._model_mapping, AutoModelForSequenceClassification._model_mapping)
     return [mapping[config].__name__ for mapping in mappings]

@@ -5,6 +5,7 @@ Shapes: q_weight [H,d,D], k_weight and v_weight [Hkv,d,D], their biases without 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -38,9 +39,10 @@ class ModulePaths:
         norm, mlp_norm: norms before attention and before the MLP, as paths from a block (so are all up to `down`).
         up: the MLP's first projection, or a gate and the projection that it multiplies.
         down: the MLP's second projection.
-        embedding, final_norm: paths from the model.
+        embedding: the module that embeds tokens, a table or not; from the model.
+        final_norm: the norm before the output layer, from the model. None: there is none.
         attention_out_norm, mlp_out_norm: norms after attention and after the MLP, if the family has them; from a block.
-        positions: learned position embeddings, from the model.
+        positions: position embeddings, a learned table or a module that computes them; from the model.
         rotary: the module that computes RoPE's cos and sin, from the model.
         activation: config field with the name of the activation.
         scales_embedding: whether embeddings are multiplied by the square root of the width.
@@ -52,7 +54,7 @@ class ModulePaths:
     up: tuple[str, ...]
     down: str
     embedding: str
-    final_norm: str
+    final_norm: str | None
     attention_out_norm: str | None = None
     mlp_out_norm: str | None = None
     positions: str | None = None
@@ -68,7 +70,7 @@ class Family:
 
     Attributes:
         name: `model_type` of the pretrained model.
-        model_class: its class in transformers.
+        model_class: the name of its class.
         layers: path of the list of blocks in the model.
         attention: name of attention in a block.
         shape: (attention module, model config) -> AttentionShape.
@@ -77,6 +79,7 @@ class Family:
         learned_positions: config field with the length of a learned position table. None: there is no table.
         masks_documents: whether the family's own attention separates packed documents by position_ids.
         decoder_class: the class that runs the layers. None: it is the backbone (`AutoModel`) itself.
+        module: where `model_class` is.
     """
 
     name: str
@@ -89,6 +92,12 @@ class Family:
     learned_positions: str | None = None
     masks_documents: bool = True
     decoder_class: str | None = None
+    module: str = "transformers"
+
+    @property
+    def pretrained_class(self) -> Any:
+        """The class of the pretrained causal language model."""
+        return getattr(importlib.import_module(self.module), self.model_class)
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The blocks of a whole model, or of the backbone or decoder inside one."""

@@ -14,8 +14,8 @@ def shape(attention: Any, config: Any) -> AttentionShape:
         kv_heads=attention.num_heads,
         head_dim=attention.head_dim,
         scaling=attention.scaling,
-        qkv_bias=config.enable_bias,
-        out_bias=config.enable_bias,
+        qkv_bias=attention.q_proj.bias is not None,
+        out_bias=attention.out_proj.bias is not None,
     )
 
 
