@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import fastweights as fw
 from fastweights.loading import load, load_tokenizer
-from fastweights.training.losses import capture_attention, layer_output
+from fastweights.training.losses import capture_attention, layer_output, sequence_info
 from fastweights.utils.provenance import write_result
 
 HELD_OUT_SHARE = 0.05
@@ -161,7 +161,7 @@ def transfer_step(teacher: Any, attentions: list, rows: Tensor, device: str) -> 
         captured = capture_attention(teacher, batch)
     for index, attention in enumerate(attentions):
         with torch.autocast(device, torch.bfloat16):
-            output = layer_output(attention, captured[index], batch)
+            output = layer_output(attention, captured[index], sequence_info(batch))
         target = captured[index].output.float()
         (F.mse_loss(output.float(), target) / target.square().mean()).backward()
 

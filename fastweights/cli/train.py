@@ -23,6 +23,8 @@ from fastweights.cli.options import (
     reports_errors,
     takes_changes,
 )
+from fastweights.data.cache_limit import VARIABLE
+from fastweights.data.cache_limit import cache_limit as parsed_limit
 from fastweights.data.readers import check_data
 from fastweights.results import TrainingResult
 from fastweights.training.recipe import LARGEST_RATE, for_all_stages, load_recipe, parse_changes
@@ -82,6 +84,14 @@ def train(
     ] = [],  # noqa: B006 (typer makes a new one)
     text_field: Annotated[str, typer.Option(help="Field of JSON lines and data sets that holds the text.")] = "text",
     limit: Annotated[int | None, typer.Option(min=1, help="Read at most this many tokens of the data.")] = None,
+    cache_limit: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Size of the cache of tokens, at most, such as 20GB: the files that were not used for longest are "
+            "removed, but none in use. By default $FASTWEIGHTS_CACHE_LIMIT, else there is no limit.",
+        ),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one.")] = None,
     shard: Annotated[
         bool, typer.Option("--shard", help="Shard the model over the processes of torchrun (FSDP2).")
@@ -94,8 +104,11 @@ def train(
     """Train a converted model until it is close to its base. --resume continues an interrupted run."""
     if parent is not None:
         _stop_with(parent)
+    parsed_limit(cache_limit)
+    if cache_limit is not None:
+        os.environ[VARIABLE] = cache_limit  # for all that reads text in this process
     if resume is not None:
-        others = given_options(context, besides=("resume", "parent"))
+        others = given_options(context, besides=("resume", "parent", "cache_limit"))
         if others:
             raise UsageError(f"--resume takes the settings of the run: give it alone, without {', '.join(others)}")
         check_resumes(resume)

@@ -65,8 +65,7 @@ class PackedBatches:
     def targets(self, step: int) -> int:
         """How many tokens of the whole batch, all processes together, are predicted."""
         # recall changes tokens, not which of them have labels
-        labels = _pack(self.tokens, self._rows_of(step), self.length)["labels"]
-        return int((labels[:, 1:] != IGNORED).sum())
+        return count_targets(_pack(self.tokens, self._rows_of(step), self.length))
 
     def _insert_recall(self, packed: dict[str, Tensor], first: int) -> None:
         """Make a share of the rows need recall. Each row draws with its own number in the run, from `first` on."""
@@ -87,6 +86,11 @@ class PackedBatches:
             # a batch may span two epochs
             self._orders = {e: o for e, o in self._orders.items() if e == epoch - 1} | {epoch: order}
         return order
+
+
+def count_targets(batch: dict[str, Tensor]) -> int:
+    """How many tokens of a batch in the host's memory are predicted."""
+    return int((batch["labels"][:, 1:] != IGNORED).sum())
 
 
 def validation_rows(tokens: TokenFile, length: int, limit_tokens: int | None = None) -> dict[str, Tensor]:

@@ -6,19 +6,22 @@ import hashlib
 import itertools
 import json
 import os
-import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from rich.progress import BarColumn, DownloadColumn
+from transformers import PreTrainedTokenizerBase
 
+from fastweights.data.cache_limit import Hold, shrink
+from fastweights.data.cache_limit import cache_limit as parsed_limit
 from fastweights.data.chat import ChatEncoder
+from fastweights.data.encoding import Encoded, TextEncoder, encode_batches, usable_processes
 from fastweights.data.readers import TOKENS, Chat, DataError, Document, Documents, Source, empty_source, find
 from fastweights.loading import require_tokenizer
 from fastweights.tokenization import bos_token
@@ -32,12 +35,10 @@ SCORED = "scored.bin"  # only for conversations
 DTYPES = {"uint16": np.uint16, "uint32": np.uint32}
 META_CHECKSUM = "meta_sha256"  # the field of meta.json with a checksum of the others
 
-# A tokenizer needs about 150 bytes of memory for each character that it encodes at once.
-BATCH_CHARACTERS, CHUNK_CHARACTERS = 2**20, 2**22
+# Characters of the documents that are encoded at once, at least.
+BATCH_CHARACTERS = 2**20
 # Elements of a token file that are read at once for its checksum.
 CHECKSUM_ITEMS = 2**24
-# Where a long document is cut: between a line break and the next word a token ends anyway.
-_CUT = re.compile(r"(?<=\n)(?= ?\S)")
 # Tokenizers with one vocabulary that differ otherwise encode this text differently.
 PROBE = (
     "Don't  stop\tat 3.14159, 2,048 or 1e-5!\n\n  def f(x_1):\r\n\treturn {'a': [x**2 >= 0]}  # ok?\n"
@@ -56,6 +57,7 @@ class TokenFile:
     meta: dict[str, Any]  # source, settings, fingerprint of the tokenizer, vocab_size, largest_id, counts, and sha256
     bos: int | None = None  # the token that the model expects before every row, as before every document
     scored: np.ndarray | None = None  # of conversations, which tokens are to be predicted, bool; None: all
+    hold: Hold | None = None  # marks the file as in use, so that a limit of the cache does not remove it
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -86,6 +88,7 @@ def prepare(
     cache: str | os.PathLike | None = None,
     text_field: str = "text",
     limit: int | None = None,
+    cache_limit: int | str | None = None,
     progress: bool = True,
 ) -> TokenFile:
     """Tokenize a text, or open its tokens in the cache.
@@ -103,6 +106,8 @@ def prepare(
         cache: Folder for token files; by default $FASTWEIGHTS_CACHE, else ~/.cache/fastweights.
         text_field: Field that holds the text in JSON lines, parquet files and data sets.
         limit: Tokens to take, at most.
+        cache_limit: Size of the cache, at most, in bytes or as "20GB"; by default $FASTWEIGHTS_CACHE_LIMIT, else none.
+            Above it, the files that were not used for longest are removed, but none that a process has open.
         progress: Whether to show a bar.
 
     Raises:
@@ -112,6 +117,7 @@ def prepare(
     require_tokenizer(tokenizer)
     if limit is not None and limit < 1:
         raise DataError(Argument("limit"), f" must be at least 1 token, found {limit}")
+    most = parsed_limit(cache_limit)
     if (Path(source) / TOKENS).is_file():
         return _tokens_in(Path(source), limit, bos_token(tokenizer))
     found = find(os.fspath(source), text_field)
@@ -128,7 +134,10 @@ def prepare(
             return ready
     found, is_chat = _look_ahead(found)
     write = partial(_write, found, tokenizer, chat_settings if is_chat else settings, is_chat, progress)
-    return _make(chat if is_chat else text, write, bos)
+    made = _make(chat if is_chat else text, write, bos)
+    if most is not None:
+        shrink(root / "data", most)
+    return made
 
 
 def _look_ahead(source: Source) -> tuple[Source, bool]:
@@ -186,11 +195,12 @@ def _fingerprint(content: Any) -> str:
 def _open(folder: Path, bos: int | None = None) -> TokenFile | None:
     """The token file in a folder; None where there is none or it is damaged."""
     try:
+        hold = Hold(folder)
         meta = read_json(folder / "meta.json")
         tokens = np.memmap(folder / TOKENS, dtype=DTYPES[meta["dtype"]], mode="r")
         starts = np.load(folder / "starts.npy", mmap_mode="r", allow_pickle=False)
         scored = np.memmap(folder / SCORED, dtype=np.bool_, mode="r") if "scored" in meta else None
-        opened = TokenFile(folder, tokens, starts, meta, bos, scored)
+        opened = TokenFile(folder, tokens, starts, meta, bos, scored, hold)
         return opened if _is_whole(opened) else None
     except Exception:  # numpy parses the header of starts.npy as Python, which raises errors of many kinds
         return None
@@ -239,7 +249,7 @@ def _write(
     columns = ["{task.completed:,.0f} documents"] if source.size is None else [BarColumn(), DownloadColumn()]
     bar = progress_bar("{task.description}", *columns, enabled=progress)
     task = bar.add_task("tokenizing", total=source.size)
-    encode = partial(_encode_chats, ChatEncoder(tokenizer)) if is_chat else partial(_encode_texts, tokenizer)
+    encode = _chat_batches(tokenizer) if is_chat else _text_batches(tokenizer)
     with ExitStack() as files:
         file = files.enter_context((folder / TOKENS).open("wb"))
         scored_file = files.enter_context((folder / SCORED).open("wb")) if is_chat else None
@@ -249,9 +259,8 @@ def _write(
             encoded = document.ids.astype(dtype).tobytes()
             file.write(encoded)
             checksum.update(encoded)
-            text = document.text
-            count.update(tokens=len(document.ids), documents=1, words=len(text.split()), bytes=len(text.encode()))
-            if scored_file is not None:
+            count.update(tokens=len(document.ids), documents=1, words=document.words, bytes=document.bytes)
+            if scored_file is not None and document.scored is not None:
                 scored_file.write(document.scored.tobytes())
                 count.update(scored=int(document.scored.sum()))
             largest = max(largest, int(document.ids.max()))
@@ -269,29 +278,37 @@ def _write(
     write_json(folder / "meta.json", meta | {META_CHECKSUM: _meta_checksum(meta)})
 
 
-class _Encoded(NamedTuple):
-    """A document's text, its ids [T], and which of them are scored [T]."""
-
-    text: str
-    ids: np.ndarray
-    scored: np.ndarray
+# Encodes batches of documents, in order.
+BatchEncoder = Callable[[Iterator[list[Any]]], Iterator[list[Encoded]]]
 
 
 def _encoded(
-    documents: Documents, tokenizer: Any, encode: Callable[[list[Any]], list[_Encoded]], limit: int | None
-) -> Iterator[tuple[_Encoded, int]]:
+    documents: Documents, tokenizer: Any, encode: BatchEncoder, limit: int | None
+) -> Iterator[tuple[Encoded, int]]:
     """Each document and its position in the source. The document that crosses the limit is cut there."""
-    left = limit or 2**63
-    for batch in _batches(documents):
-        for (_, read), document in zip(batch, encode([document for document, _ in batch]), strict=True):
-            if len(document.ids) > left:
-                ids = document.ids[:left]
-                document = _Encoded(tokenizer.decode(ids, skip_special_tokens=True), ids, document.scored[:left])
-            if len(document.ids):
-                yield document, read
-            left -= len(document.ids)
-            if not left:
-                return
+    left, places = limit or 2**63, deque[list[int]]()
+
+    def texts() -> Iterator[list[Document]]:
+        for batch in _batches(documents):
+            places.append([read for _, read in batch])
+            yield [document for document, _ in batch]
+
+    with closing(encode(texts())) as encoded:  # type: ignore[type-var]
+        for batch in encoded:
+            for read, document in zip(places.popleft(), batch, strict=True):
+                if len(document.ids) > left:
+                    document = _cut_document(document, left, tokenizer)
+                if len(document.ids):
+                    yield document, read
+                left -= len(document.ids)
+                if not left:
+                    return
+
+
+def _cut_document(document: Encoded, length: int, tokenizer: Any) -> Encoded:
+    ids, scored = document.ids[:length], None if document.scored is None else document.scored[:length]
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    return Encoded(ids, len(text.split()), len(text.encode()), scored)
 
 
 def _batches(documents: Documents) -> Iterator[list[tuple[Document, int]]]:
@@ -308,34 +325,37 @@ def _batches(documents: Documents) -> Iterator[list[tuple[Document, int]]]:
         yield batch
 
 
-def _encode_texts(tokenizer: Any, texts: list[str]) -> list[_Encoded]:
-    encoded = zip(texts, _encode(texts, tokenizer), strict=True)
-    return [_Encoded(text, ids, np.ones(len(ids), dtype=bool)) for text, ids in encoded]
+def _text_batches(tokenizer: Any) -> BatchEncoder:
+    return partial(encode_batches, _text_encoder(tokenizer), processes=usable_processes())
 
 
-def _encode_chats(encoder: ChatEncoder, conversations: list[Chat]) -> list[_Encoded]:
-    return [_Encoded(*encoder.encode(conversation)) for conversation in conversations]
+def _text_encoder(tokenizer: Any) -> TextEncoder:
+    """The encoder of a tokenizer. Where that only calls one of the tokenizers library, so does the encoder."""
+    eos, backend = tokenizer.eos_token_id, getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None and type(tokenizer).__call__ is PreTrainedTokenizerBase.__call__:
+        expected = _encode([PROBE], tokenizer)[0]  # which also ends padding and truncation
+        fast = TextEncoder.from_backend(backend, eos)
+        if np.array_equal(fast.ids([PROBE])[0], expected):
+            return fast
+    return TextEncoder(partial(_call, tokenizer), eos)
+
+
+def _chat_batches(tokenizer: Any) -> BatchEncoder:
+    encoder = ChatEncoder(tokenizer)
+
+    def encode(batches: Iterator[list[Chat]]) -> Iterator[list[Encoded]]:
+        for batch in batches:
+            found = (encoder.encode(conversation) for conversation in batch)
+            yield [Encoded(ids, len(text.split()), len(text.encode()), scored) for text, ids, scored in found]
+
+    return encode
 
 
 def _encode(texts: list[str], tokenizer: Any) -> list[np.ndarray]:
-    """The ids of documents, with special tokens. Of a document that is cut into chunks the first one has those."""
-    call = partial(tokenizer, return_attention_mask=False, return_token_type_ids=False, verbose=False)
-    chunks, eos = [_cut(text) for text in texts], tokenizer.eos_token_id
-    documents = []
-    for ids, (_, *rest) in zip(call([first for first, *_ in chunks])["input_ids"], chunks, strict=True):
-        if rest and ids[-1] == eos:
-            ids.pop()
-        parts = [np.asarray(ids, dtype=np.int64)]
-        parts += [np.asarray(call(chunk, add_special_tokens=False)["input_ids"], dtype=np.int64) for chunk in rest]
-        if eos is not None and parts[-1][-1:].tolist() != [eos]:
-            parts.append(np.array([eos]))
-        documents.append(np.concatenate(parts))
-    return documents
+    """The ids of documents as the tokenizer itself returns them, with special tokens."""
+    return TextEncoder(partial(_call, tokenizer), tokenizer.eos_token_id).ids(texts)
 
 
-def _cut(text: str) -> list[str]:
-    chunks, start = [], 0
-    while cut := _CUT.search(text, start + CHUNK_CHARACTERS):
-        chunks.append(text[start : cut.start()])
-        start = cut.start()
-    return [*chunks, text[start:]]
+def _call(tokenizer: Any, texts: Sequence[str], special: bool) -> list[list[int]]:
+    options = dict(return_attention_mask=False, return_token_type_ids=False, verbose=False)
+    return tokenizer(list(texts), add_special_tokens=special, **options)["input_ids"]

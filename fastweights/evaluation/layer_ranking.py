@@ -27,7 +27,7 @@ from fastweights.modeling.layer import FastWeightsAttention, converted_layers
 from fastweights.modeling.modes import autocast, evaluating
 from fastweights.results import LayerRanking, RankedLayer
 from fastweights.training.chunked_loss import LossConfig, head_loss, head_of
-from fastweights.training.losses import Batch, hidden_of, next_tokens
+from fastweights.training.losses import Batch, hidden_of, next_tokens, without_plain_positions
 from fastweights.training.output_fit import fit_outputs, fitted_tensors
 from fastweights.training.teacher import load_teacher, sizes_of
 from fastweights.training.trainer import split
@@ -159,7 +159,7 @@ def _divergence(student: Any, teacher: Any, batch: Batch, teacher_hidden: Tensor
 
 
 def _on_device(batch: Batch, device: torch.device) -> Batch:
-    return {name: x.to(device) for name, x in batch.items()}
+    return {name: x.to(device) for name, x in without_plain_positions(batch).items()}
 
 
 def _check_fit(projections: Sequence[Any], tokens: int) -> None:

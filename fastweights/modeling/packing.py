@@ -5,11 +5,32 @@ Shapes: position_ids, document starts [B,T]
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.masking_utils import create_causal_mask
+
+_checked: ContextVar[bool] = ContextVar("checked", default=False)
+
+
+@contextmanager
+def checked_inputs() -> Iterator[None]:
+    """In its block, inputs of converted models are taken as they are: position_ids fit the model, and are given only
+    where rows are packed. Nothing is then read from the device to check them, for which the host would have to wait."""
+    before = _checked.set(True)
+    try:
+        yield
+    finally:
+        _checked.reset(before)
+
+
+def inputs_are_checked() -> bool:
+    """Whether inputs must not be read: they are checked, or torch.compile traces the model."""
+    return torch.compiler.is_compiling() or _checked.get()
 
 
 def document_mask(model: Any, position_ids: Tensor) -> Any:
@@ -31,6 +52,6 @@ def packed_starts(inputs: dict[str, Any], batch: int) -> Tensor | None:
     if positions is None or inputs.get("attention_mask") is not None or started or positions.shape[1] == 1:
         return None
     reset = document_starts(positions)
-    if not torch.compiler.is_compiling() and not bool(reset.any()):
+    if not inputs_are_checked() and not bool(reset.any()):
         return None
     return reset.expand(batch, -1)

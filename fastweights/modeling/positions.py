@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fastweights.modeling.families import UnknownFamilyError, family_of
+from fastweights.modeling.packing import inputs_are_checked
 from fastweights.utils.errors import Call, FastWeightsError
 
 
@@ -68,7 +68,7 @@ def limit_positions(model: Any, position_ids: Tensor) -> Tensor:
     """Positions [B,T] that the position table has: clamped, or checked."""
     if _clamps(model):
         return clamp_positions(model, position_ids)
-    if table_length(model) is not None and not torch.compiler.is_compiling():
+    if table_length(model) is not None and not inputs_are_checked():
         check_length(model, int(position_ids.max()) + 1)
     return position_ids
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from fastweights.modeling.families import family_of
 from fastweights.modeling.initialization import attention_projections
 from fastweights.modeling.layer import AttentionShape, FastWeightsAttention
-from fastweights.modeling.packing import document_starts
-from fastweights.training.losses import Batch, CapturedAttention, capture_attention
+from fastweights.training.losses import Batch, CapturedAttention, capture_attention, sequence_info
 
 # Attention weights that are computed at once, at most (but for one query): they bound the memory that it takes.
 BLOCK_WEIGHTS = 2**24
@@ -67,18 +66,20 @@ def _layer_sums(
     projections = attention_projections(family.weights(attention, shape), shape).to(x.device)
     with torch.autocast(x.device.type, enabled=False):
         q, k, _ = projections(x, keywords.get("position_embeddings"))
-        starts = document_starts(batch["position_ids"])
+        starts = sequence_info(batch).reset
         return far_attention(q, k, shape, starts, shape.window(layer.config), FIRST_TOKENS)
 
 
-def far_attention(q: Tensor, k: Tensor, shape: AttentionShape, starts: Tensor, window: int, first: int) -> Tensor:
+def far_attention(
+    q: Tensor, k: Tensor, shape: AttentionShape, starts: Tensor | None, window: int, first: int
+) -> Tensor:
     """Sum the attention to tokens at least `window` tokens back, without each document's first ones.
 
     Args:
         q: Queries [B,T,H,d]; the scale of the logits is in q and k.
         k: Keys [B,T,Hkv,d].
         shape: The attention's options.
-        starts: [B,T], True at the document starts inside a row.
+        starts: [B,T], True at the document starts inside a row. None: there are none.
         window: Last tokens that do not count. Distances count from the oldest of them, without a window from the query.
         first: How many first tokens of a document do not count.
 
@@ -88,6 +89,7 @@ def far_attention(q: Tensor, k: Tensor, shape: AttentionShape, starts: Tensor, w
     sums = torch.zeros(2, shape.heads, dtype=torch.float64, device=q.device)
     columns = torch.arange(q.shape[1], device=q.device)
     size = max(1, BLOCK_WEIGHTS // (shape.heads * len(columns)))
+    starts = torch.zeros(q.shape[:2], dtype=torch.bool, device=q.device) if starts is None else starts
     for queries, keys, row_starts in zip(q, k, starts, strict=True):
         place = columns - torch.where(row_starts, columns, 0).cummax(0).values
         for rows in columns.split(size):

@@ -20,7 +20,7 @@ from fastweights.data.batches import IGNORED
 from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.families import family_of
 from fastweights.modeling.layer import FastWeightsAttention, SequenceInfo, converted_layers
-from fastweights.modeling.packing import document_mask, document_starts
+from fastweights.modeling.packing import checked_inputs, document_mask, document_starts
 from fastweights.training.chunked_loss import LossConfig, head_loss, head_of, without_head
 from fastweights.training.recipe import Stage
 
@@ -38,14 +38,41 @@ class CapturedAttention(NamedTuple):
 def run_model(model: Any, batch: Batch, **options: Any) -> Any:
     """Run a model with the documents of each row separated.
 
-    Where every row is one document, no positions are passed: attention then needs no mask.
+    A batch without positions has rows of one document each (see `without_plain_positions`): attention then needs no
+    mask.
     """
     inputs: dict[str, Any] = {"input_ids": batch["input_ids"], "use_cache": False, **options}
-    if bool(document_starts(batch["position_ids"]).any()):
-        inputs["position_ids"] = batch["position_ids"]
+    positions = batch.get("position_ids")
+    if positions is not None:
+        inputs["position_ids"] = positions
         if not isinstance(model, FastWeightsMixin) and not family_of(model).masks_documents:
-            inputs["attention_mask"] = document_mask(model, batch["position_ids"])
-    return model(**inputs)
+            inputs["attention_mask"] = document_mask(model, positions)
+    with checked_inputs(), _without_padding_check(model.config):
+        return model(**inputs)
+
+
+@contextmanager
+def _without_padding_check(config: Any) -> Iterator[None]:
+    """In its block transformers does not search the tokens for padding, to warn about it: the host would wait."""
+    padding, config.pad_token_id = getattr(config, "pad_token_id", None), None
+    try:
+        yield
+    finally:
+        config.pad_token_id = padding
+
+
+def without_plain_positions(batch: Batch) -> Batch:
+    """The batch without its positions if every row is one document. To be called while it is in the host's memory:
+    reading it from a GPU would make the host wait."""
+    if "position_ids" not in batch or bool(document_starts(batch["position_ids"]).any()):
+        return batch
+    return {name: rows for name, rows in batch.items() if name != "position_ids"}
+
+
+def sequence_info(batch: Batch) -> SequenceInfo:
+    """What layers must know about a batch: where its documents start."""
+    positions = batch.get("position_ids")
+    return SequenceInfo(None, None if positions is None else document_starts(positions))
 
 
 def hidden_of(model: Any, batch: Batch) -> Tensor:
@@ -126,10 +153,10 @@ class StageLoss(nn.Module):
     def _transfer(self, batch: Batch) -> Tensor:
         """Each layer's squared error against the teacher's attention, relative to the squared norm of each row."""
         layers = converted_layers(self.student)
-        captured = capture_attention(self.teacher, batch)
+        captured, info = capture_attention(self.teacher, batch), sequence_info(batch)
         loss = torch.zeros((), device=batch["input_ids"].device)
         for index, layer in layers.items():
-            output = layer_output(layer, captured[index], batch, self.recompute).float()
+            output = layer_output(layer, captured[index], info, self.recompute).float()
             expected = captured[index].output.float()
             error = (output - expected).square().sum((1, 2)) / expected.square().sum((1, 2)).clamp(min=1e-12)
             loss = loss + error.sum() / len(layers)
@@ -167,11 +194,9 @@ def capture_attention(teacher: Any, batch: Batch) -> dict[int, CapturedAttention
 
 
 def layer_output(
-    layer: FastWeightsAttention, captured: CapturedAttention, batch: Batch, recompute: bool = False
+    layer: FastWeightsAttention, captured: CapturedAttention, info: SequenceInfo, recompute: bool = False
 ) -> Tensor:
     """The output of a fast-weight layer, [B,T,D], for the inputs of the teacher's layer."""
-    starts = document_starts(batch["position_ids"])
-    info = SequenceInfo(None, starts if bool(starts.any()) else None)
 
     def run(*arguments: Any) -> Tensor:
         return layer(*arguments, **captured.keywords | {"fast_weights": info})[0]

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fastweights.modeling.families import family_of
@@ -134,8 +134,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, share: float) -> None:
         group["lr"] = share * group["peak"]
 
 
-def clip_gradients(optimizer: torch.optim.Optimizer, largest: float) -> float:
-    """Scale the gradient down to a norm; returns the norm it had."""
+def clip_gradients(optimizer: torch.optim.Optimizer, largest: float) -> Tensor:
+    """Scale the gradient down to a norm; returns the norm it had, a tensor [] that is not read from the device."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     norm = nn.utils.clip_grad_norm_(parameters, largest)
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from fastweights.modeling.initialization import gates_are_trained, set_memory_lengths
 from fastweights.modeling.layer import FastWeightsAttention, converted_layers
 from fastweights.training.attention_distance import attention_distances
-from fastweights.training.losses import Batch, capture_attention, layer_output
+from fastweights.training.losses import Batch, capture_attention, layer_output, sequence_info
 
 # Ridge of the least-squares fit, as a share of the diagonal.
 RIDGE = 1e-4
@@ -42,10 +42,10 @@ def fit_outputs(
     _fit_memory_lengths(student, teacher, batches)
     products: dict[int, tuple[Tensor, Tensor]] = {}
     for batch in batches:
-        captured = capture_attention(teacher, batch)
+        captured, info = capture_attention(teacher, batch), sequence_info(batch)
         for index, layer in layers.items():
             with _inputs_of(layer.o_proj) as seen:
-                layer_output(layer, captured[index], batch)
+                layer_output(layer, captured[index], info)
             y, expected = (x.flatten(0, 1).double() for x in (seen[0], captured[index].output))
             y = y if layer.o_proj.bias is None else F.pad(y, (0, 1), value=1.0)
             gram, onto = products.get(index, (0, 0))

@@ -16,11 +16,13 @@ import signal
 import time
 import warnings
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +32,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fastweights.conversion import lora_modules
-from fastweights.data.batches import IGNORED, PackedBatches, validation_rows
+from fastweights.data.batches import PackedBatches, count_targets, validation_rows
+from fastweights.data.prefetch import prefetch
 from fastweights.data.token_files import TokenFile, check_vocabulary, prepare
 from fastweights.loading import load, load_tokenizer, require_tokenizer
 from fastweights.model_paths import display_name
@@ -51,7 +54,7 @@ from fastweights.results import (
 from fastweights.training import checkpoint as saved
 from fastweights.training.checks import check_run, check_tracker
 from fastweights.training.log import read_log, truncate_log
-from fastweights.training.losses import Batch, StageLoss, next_token_loss
+from fastweights.training.losses import Batch, StageLoss, next_token_loss, without_plain_positions
 from fastweights.training.micro_batch import micro_batch_size
 from fastweights.training.optimizer import (
     Diverged,
@@ -65,6 +68,7 @@ from fastweights.training.optimizer import (
     uncompile_blocks,
 )
 from fastweights.training.output_fit import awaits_memory_lengths, fit_outputs
+from fastweights.training.readback import Readback
 from fastweights.training.recipe import Recipe, Stage
 from fastweights.training.run_folder import TrainingError, check_new_run, check_no_run, check_resumes, resume_call
 from fastweights.training.teacher import load_teacher
@@ -83,6 +87,9 @@ FIT_TOKENS = 16_384
 CURVE_POINTS = 1_000
 # Steps of a stage after which the duration of the run is estimated.
 ESTIMATE_AFTER = 3
+# Steps of which the host has not read the loss yet when it starts the next one, for each type of device. A GPU that
+# works on a step has the next one waiting.
+UNREAD_STEPS = {"cuda": 1}
 # Third number of the seed of a step's window dropout, besides the run's seed and the step.
 WINDOW_DROPOUT = 2
 # Key of a batch: the rows [B] bool that are trained without the window.
@@ -208,12 +215,37 @@ def resume(
     return _run(config, folder, display or Display())
 
 
+class _StepData(NamedTuple):
+    """A step's rows, prepared on the host.
+
+    parts: This process's rows, in micro-batches.
+    divisor: What the sum of the loss is divided by.
+    """
+
+    parts: list[Batch]
+    divisor: int
+
+
+class _UnreadStep(NamedTuple):
+    """A step that the device may still be working on.
+
+    number: Its number in the stage, from 1.
+    values: Its loss, the number of processes that received a signal, and the norm of its gradient.
+    """
+
+    number: int
+    learning_rate: float
+    values: Readback
+
+
 @dataclass
 class _ActiveStage:
     """What exists only while a stage is trained.
 
     module: Its StageLoss, distributed over the processes.
+    steps_before: Steps of the stages before.
     started: When it started, or would have if it had not been interrupted.
+    unread: Steps that were made and are not in the log and the progress yet.
     """
 
     stage: Stage
@@ -222,7 +254,9 @@ class _ActiveStage:
     optimizer: torch.optim.Optimizer
     watch: DivergenceWatch
     lora: Any
+    steps_before: int
     started: float = 0.0
+    unread: deque[_UnreadStep] = field(default_factory=deque)
 
 
 class Trainer:
@@ -470,14 +504,15 @@ class Trainer:
         for line in self.log:
             if line["stage"] == number and "loss" in line:
                 watch.update(line["loss"])
-        return _ActiveStage(stage, batches, module, optimizer, watch, lora)
+        before = self.progress.step - self.progress.stage_step
+        return _ActiveStage(stage, batches, module, optimizer, watch, lora, before)
 
     def _fit_outputs(self, stage: Stage, batches: PackedBatches) -> None:
         """Fit the new layers on the first batches: all of their rows in every process, for equal results."""
         rows = max(1, FIT_TOKENS // self.recipe.length_of(stage))
         count = max(1, FIT_TOKENS // self.recipe.batch_tokens)
         first = ({name: x[:rows] for name, x in batches.batch(step).items()} for step in range(count))
-        parts = [part for batch in first for part in split(batch, self._rows_at_once(stage))]
+        parts = [without_plain_positions(part) for b in first for part in split(b, self._rows_at_once(stage))]
         what = "fitting the new layers to the teacher"
         with self._autocast(), self.display.phase(what, len(parts)) as advance:
             fit_outputs(self.student, self.teacher, map(self._on_device, parts), stage.fit, advance)
@@ -518,14 +553,33 @@ class Trainer:
         if self._validation_is_due(steps):  # a signal stopped it
             self._finish_step(active, steps)
         seconds: list[float] = []
-        for step in range(first, steps):
-            started = time.perf_counter()
-            stop = self._step(active, step, learning_rate_share(step, steps, stage))
-            seconds.append(time.perf_counter() - started)
-            if len(seconds) == min(ESTIMATE_AFTER, steps - first):
-                self._print_estimate(seconds)
-            self._finish_step(active, steps, stop)
+        numbers = range(first, steps)
+        with closing(prefetch(partial(self._prepare_step, active), numbers)) as prepared:
+            for step, data in zip(numbers, prepared, strict=True):
+                started = time.perf_counter()
+                self._step(active, data, step, learning_rate_share(step, steps, stage))
+                stop = self._read_steps(active, steps)
+                seconds.append(time.perf_counter() - started)
+                if len(seconds) == min(ESTIMATE_AFTER, steps - first):
+                    self._print_estimate(seconds, step)
+                if not active.unread:  # else it is time for nothing
+                    self._finish_step(active, steps, stop)
         self.display.end_stage()
+
+    def _prepare_step(self, active: _ActiveStage, step: int) -> _StepData:
+        """This process's rows of a step, as micro-batches in the host's memory, pinned for a GPU."""
+        batch, batches = self._batch(active, step), active.batches
+        if active.stage.loss == "transfer":
+            count = batches.rows
+        elif self.world_size > 1:
+            count = batches.targets(step)
+        else:
+            count = count_targets(batch)
+        # a batch of a conversation's questions has no targets, and the loss 0
+        parts = [without_plain_positions(part) for part in split(batch, self._rows_at_once(active.stage))]
+        if self.device.type == "cuda":
+            parts = [{name: rows.pin_memory() for name, rows in part.items()} for part in parts]
+        return _StepData(parts, max(1, count))
 
     def _finish_step(self, active: _ActiveStage, steps: int, stop: int = 0) -> None:
         """Validate and save where it is time for it. Raises Interrupted after a signal.
@@ -542,8 +596,7 @@ class Trainer:
                 improved = self._validate(active.module)
             except StopNow as received:
                 stop = received.number
-        progress.seconds = time.perf_counter() - self._start_time
-        progress.stage_seconds[progress.stage :] = [time.perf_counter() - active.started]
+        self._count_seconds(active)
         if ends and not self._validation_is_due(steps):
             progress.stage, progress.stage_step = progress.stage + 1, 0
         if ends or improved or stop or progress.stage_step % recipe.checkpoint_every == 0:
@@ -552,6 +605,11 @@ class Trainer:
         if stop:
             raise Interrupted(self.folder, stop)
 
+    def _count_seconds(self, active: _ActiveStage) -> None:
+        progress = self.progress
+        progress.seconds = time.perf_counter() - self._start_time
+        progress.stage_seconds[progress.stage :] = [time.perf_counter() - active.started]
+
     def _validation_is_due(self, steps: int) -> bool:
         """Whether to validate after the current step of a stage of `steps` steps. False where that was done."""
         progress = self.progress
@@ -559,13 +617,17 @@ class Trainer:
         done = bool(progress.validation) and progress.validation[-1].step == progress.step
         return self.validation is not None and progress.stage_step > 0 and due and not done
 
-    def _print_estimate(self, seconds: list[float]) -> None:
+    def _print_estimate(self, seconds: list[float], step: int) -> None:
         """Print how long the run takes, from the seconds of its first steps in this stage and of the last validation.
 
         Other stages are taken to be as fast as this one, so each stage has an estimate of its own.
+
+        Args:
+            seconds: Of each step so far.
+            step: Number of the last one in the stage, from 0. Its validation is still to come.
         """
         recipe, progress = self.recipe, self.progress
-        begun = [progress.stage_step - 1, *[0] * len(recipe.stages)]  # this step's validation is still to come
+        begun = [step, *[0] * len(recipe.stages)]
         left = list(zip(recipe.stages[progress.stage :], begun, strict=False))
         steps = sum(recipe.steps_of(stage) - done for stage, done in left) - 1
         validations = sum(recipe.validations_of(stage, done) for stage, done in left) if self.validation else 0
@@ -576,49 +638,83 @@ class Trainer:
         assumed = ", if later stages are as fast" if len(left) > 1 else ""
         self.display.print(f"  about {duration_text(still)} left of {whole} in all{assumed} ({what})")
 
-    def _step(self, active: _ActiveStage, step: int, share: float) -> int:
-        """Make one update at a share of the learning rate, and log it. Returns the signal to stop for, 0 for none."""
-        progress, stage = self.progress, active.stage
-        torch.manual_seed((self.recipe.seed * 1_000_003 + progress.step) * self.world_size + self.rank)
-        loss, stop = self._accumulate_gradients(active, step)
-        norm = clip_gradients(active.optimizer, stage.clip)
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise Diverged(f"step {progress.step + 1}: the loss is {loss}, the norm of its gradient {norm}")
+    def _step(self, active: _ActiveStage, data: _StepData, step: int, share: float) -> None:
+        """Make one update at a share of the learning rate.
+
+        The host does not wait for the device: nothing that it computes is read here. `_read_steps` reads the loss.
+        """
+        torch.manual_seed((self.recipe.seed * 1_000_003 + active.steps_before + step) * self.world_size + self.rank)
+        loss_and_stop = self._accumulate_gradients(active, data)
+        norm = clip_gradients(active.optimizer, active.stage.clip)
+        values = Readback(torch.cat([loss_and_stop.double(), norm.double()[None]]))
         set_learning_rate(active.optimizer, share)
         active.optimizer.step()
         active.optimizer.zero_grad(set_to_none=True)
-        progress.stage_step, progress.step = step + 1, progress.step + 1
-        progress.tokens += self.recipe.batch_tokens
-        line = {"step": progress.step, "stage": progress.stage, "tokens": progress.tokens, "loss": loss}
-        line |= {"gradient_norm": norm, "learning_rate": share * stage.learning_rate}
-        self._write_log(line, sync=progress.stage_step % LINE_EVERY == 0)
-        self.display.step(loss, self.recipe.batch_tokens)
-        active.watch.update(loss)
-        return stop
+        active.unread.append(_UnreadStep(step + 1, share * active.stage.learning_rate, values))
 
-    def _accumulate_gradients(self, active: _ActiveStage, step: int) -> tuple[float, int]:
+    def _accumulate_gradients(self, active: _ActiveStage, data: _StepData) -> Tensor:
         """Back-propagate this process's rows of a step.
 
         Returns:
-            The loss of the whole batch, and the signal to stop for (0 for none). Both are the same in all processes: a
-            signal that arrives after this waits for the next step.
+            On the device, the same in all processes: the loss of the whole batch, and how many processes have received
+            a signal. One that arrives after this waits for the next step.
         """
-        batches = active.batches
-        # a batch of a conversation's questions has no targets, and the loss 0
-        count = batches.rows if active.stage.loss == "transfer" else max(1, batches.targets(step))
-        parts = split(self._batch(active, step), self._rows_at_once(active.stage))
         total = torch.zeros((), device=self.device)
-        for number, part in enumerate(parts):
+        for number, part in enumerate(data.parts):
             part = self._on_device(part)
-            with self._gradient_sync(active.module, number == len(parts) - 1), self._window_dropout(part):
+            last = number == len(data.parts) - 1
+            with self._gradient_sync(active.module, last), self._window_dropout(part):
                 with self._autocast():
-                    loss = active.module(part) / count
+                    loss = active.module(part) / data.divisor
                 # DDP and FSDP take the mean over processes; the loss is a sum over them
                 (loss * self.world_size).backward()
             total += loss.detach()
-        local = torch.stack([total, torch.tensor(float(self.stop_signal), device=self.device)])
-        batch_loss, stop = self.accelerator.reduce(local, "sum").tolist()
-        return batch_loss, (self.stop_signal or signal.SIGTERM) if stop else 0
+        signalled = torch.full_like(total, float(self.stop_signal > 0))
+        return self.accelerator.reduce(torch.stack([total, signalled]), "sum")
+
+    def _read_steps(self, active: _ActiveStage, steps: int) -> int:
+        """Read the losses of steps that were made, and log them.
+
+        The last ones may stay unread until the next call (`UNREAD_STEPS`), unless it is time to validate, to save or to
+        stop. So nothing is saved after a step whose loss is not known to be finite.
+
+        Returns:
+            The signal to stop for, 0 for none; the same in all processes.
+        """
+        stop, unread = self._own_signal, UNREAD_STEPS.get(self.device.type, 0)
+        if stop or self._is_due(active.unread[-1].number, steps):
+            unread = 0
+        while len(active.unread) > unread:
+            if self._record_step(active, active.unread.popleft()):
+                stop, unread = stop or self.stop_signal or signal.SIGTERM, 0
+        return stop
+
+    def _is_due(self, done: int, steps: int) -> bool:
+        """Whether it is time to validate or to save when `done` of a stage's steps are made."""
+        recipe = self.recipe
+        validates = self.validation is not None and done % recipe.validate_every == 0
+        return done == steps or validates or done % recipe.checkpoint_every == 0
+
+    def _record_step(self, active: _ActiveStage, unread: _UnreadStep) -> bool:
+        """Enter a step into the log and the progress. Returns whether a process received a signal before its end.
+
+        Raises:
+            Diverged: The step or the run has diverged. The progress then ends before, or with, this step; the model may
+                be a step further, and is not saved.
+        """
+        progress = self.progress
+        loss, signalled, norm = unread.values.read()
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise Diverged(f"step {progress.step + 1}: the loss is {loss}, the norm of its gradient {norm}")
+        progress.stage_step, progress.step = unread.number, active.steps_before + unread.number
+        progress.tokens += self.recipe.batch_tokens
+        self._count_seconds(active)
+        line = {"step": progress.step, "stage": progress.stage, "tokens": progress.tokens, "loss": loss}
+        line |= {"gradient_norm": norm, "learning_rate": unread.learning_rate}
+        self._write_log(line, sync=progress.stage_step % LINE_EVERY == 0)
+        self.display.step(loss, self.recipe.batch_tokens)
+        active.watch.update(loss)
+        return signalled > 0
 
     def _batch(self, active: _ActiveStage, step: int) -> Batch:
         """This process's rows of a step, and which of them are trained without the window."""
@@ -701,10 +797,9 @@ class Trainer:
             for first in turns:
                 part = parts[min(first + self.rank, len(parts) - 1)]
                 with self._autocast():
-                    loss = score(self._on_device(part))
+                    loss = score(self._on_device(without_plain_positions(part)))
                 if first + self.rank < len(parts):
-                    count = (part["labels"][:, 1:] != IGNORED).sum()
-                    sums += torch.tensor([float(loss), float(count)], dtype=torch.float64)
+                    sums += torch.tensor([float(loss), count_targets(part)], dtype=torch.float64)
                 advance()
         total, count = self.accelerator.reduce(sums.to(self.device), "sum").tolist()
         self._validation_seconds = time.perf_counter() - started

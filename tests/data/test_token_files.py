@@ -26,6 +26,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from fastweights.data import encoding
 from fastweights.data import token_files as data
 from fastweights.data.readers import DataError
 from fastweights.data.token_files import PROBE, TokenFile, check_vocabulary, prepare
@@ -163,10 +164,10 @@ def test_missing_datasets_package_is_named(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("size", [1, 3, 10, 2**20])
 def test_chunks_of_any_size_give_the_same_tokens(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each document ends with one eos token, whether the tokenizer puts it there, the text, or nobody."""
-    monkeypatch.setattr(data, "CHUNK_CHARACTERS", size)
+    monkeypatch.setattr(encoding, "CHUNK_CHARACTERS", size)
     monkeypatch.setattr(data, "BATCH_CHARACTERS", size)
     lines = "one\n two\n\n\nthree\n    four\n five six seven\neight\n"
-    assert "".join(data._cut(lines)) == lines and (len(data._cut(lines)) > 1) == (size < len(lines))
+    assert "".join(encoding._cut(lines)) == lines and (len(encoding._cut(lines)) > 1) == (size < len(lines))
     documents = [lines, "short", "!", "ends with it!", "in ! it\nand more", lines + "no end"]
     file = write(tmp_path / "a.jsonl", json_lines(documents))
     assert_tokens(tokens_of(file), documents)
@@ -272,6 +273,7 @@ def test_damaged_cache_is_written_again(file: str, content: bytes, source: Path,
 
 KILLED = """
 import os, signal, sys
+from fastweights.data import encoding
 from fastweights.data import token_files as data
 
 class Tokens(list):
@@ -378,3 +380,71 @@ def test_tokens_of_another_tokenizer_are_refused(source: Path) -> None:
             check_vocabulary(found, made, SimpleNamespace(vocab_size=largest))
     with pytest.raises(DataError, match="were made with another tokenizer: prepare them with this one"):
         check_vocabulary(tokens, with_eos(), SimpleNamespace(vocab_size=1000))
+
+
+def processes_used(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """From the first batch on, two processes tokenize; what is returned lists them."""
+    started: list[Any] = []
+
+    class Counted(encoding._Worker):
+        def __init__(self, frame: list[bytes]) -> None:
+            super().__init__(frame)
+            started.append(self.process)
+
+    monkeypatch.setattr(encoding, "_Worker", Counted)
+    monkeypatch.setattr(encoding, "BATCHES_BEFORE", 1)
+    monkeypatch.setattr(data, "usable_processes", lambda: 2)
+    monkeypatch.setattr(data, "BATCH_CHARACTERS", 30)
+    return started
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_several_processes_give_the_same_tokens_in_order(
+    special: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With special tokens of a template, and of the text itself (which may be meant as text)."""
+    made = with_eos()
+    if special:
+        tokens = [("<s>", BOS), ("!", made.eos_token_id)]
+        made.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A !", special_tokens=tokens)
+        made.split_special_tokens = True
+    documents = [f"{n} is a number, <s> not {'long ' * (n % 7)}!" for n in range(40)] + ["b", "é\n x" * 20, "end!"]
+    file = write(tmp_path / "a.jsonl", json_lines(documents))
+    alone = tokens_of(file, made, cache=tmp_path / "alone")
+    started = processes_used(monkeypatch)
+    shared = tokens_of(file, made, cache=tmp_path / "shared")
+    assert len(started) == 2 and all(process.returncode is not None for process in started)
+    assert shared.checksum == alone.checksum and shared.meta == alone.meta
+
+
+def test_limit_ends_processes_and_an_error_of_the_source_comes_after_what_was_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = processes_used(monkeypatch)
+    file = write(tmp_path / "a.jsonl", json_lines(["some words, thirty characters at least"] * 8) + "not JSON")
+    assert len(tokens_of(file, limit=100)) == 100
+    assert "a.jsonl, line 10 is not JSON" in error_of(file)
+    assert started and all(process.returncode is not None for process in started)
+
+
+def test_killed_processes_leave_the_work_to_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = ["some words, thirty characters at least"] * 20
+    file, started = write(tmp_path / "a.jsonl", json_lines(documents)), processes_used(monkeypatch)
+    encode = encoding._Worker.encode
+
+    def killed(worker: Any, texts: list[str]) -> Any:
+        worker.process.kill()
+        worker.process.wait()
+        return encode(worker, texts)
+
+    monkeypatch.setattr(encoding._Worker, "encode", killed)
+    assert_tokens(tokens_of(file), documents)
+    assert len(started) == 2
+
+
+@pytest.mark.parametrize(("value", "one"), [("false", True), ("0", True), ("true", False), (None, False)])
+def test_environment_can_turn_processes_off(value: str | None, one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    if value is not None:
+        monkeypatch.setenv("TOKENIZERS_PARALLELISM", value)
+    assert encoding.usable_processes() == (1 if one else len(os.sched_getaffinity(0)))

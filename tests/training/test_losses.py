@@ -17,13 +17,15 @@ from torch import Tensor
 
 import fastweights as fw
 from fastweights.modeling.families import family_of
-from fastweights.modeling.layer import converted_layers
+from fastweights.modeling.layer import SequenceInfo, converted_layers
 from fastweights.training.losses import (
     StageLoss,
     capture_attention,
     layer_output,
     next_tokens,
     run_model,
+    sequence_info,
+    without_plain_positions,
 )
 from fastweights.training.output_fit import fit_outputs
 from fastweights.training.recipe import Stage
@@ -76,9 +78,12 @@ def test_transfer_loss_of_packed_rows_equals_that_of_separate_documents(family: 
             expected = torch.cat([captured[index].output for captured in apart], dim=1)
             assert_close("teacher", together[index].output, expected, 1e-5)
             outputs = [
-                layer_output(layer, captured[index], part) for captured, part in zip(apart, documents, strict=True)
+                layer_output(layer, captured[index], sequence_info(part))
+                for captured, part in zip(apart, documents, strict=True)
             ]
-            assert_close("student", layer_output(layer, together[index], rows), torch.cat(outputs, dim=1), 1e-5)
+            assert_close(
+                "student", layer_output(layer, together[index], sequence_info(rows)), torch.cat(outputs, dim=1), 1e-5
+            )
 
 
 def test_rows_of_one_document_need_no_positions() -> None:
@@ -86,8 +91,8 @@ def test_rows_of_one_document_need_no_positions() -> None:
     given: list[set[str]] = []
     model = pretrained("llama")
     model.register_forward_pre_hook(lambda _m, _a, keywords: given.append(set(keywords)), with_kwargs=True)
-    loss_of(model, None, batch_of(tokens(1, 8)), loss="finetune")
-    loss_of(model, None, packed()[0], loss="finetune")
+    for batch in (batch_of(tokens(1, 8)), packed()[0]):
+        loss_of(model, None, without_plain_positions(batch), loss="finetune")
     assert [names & {"position_ids", "attention_mask"} for names in given] == [set(), {"position_ids"}]
 
 
@@ -192,14 +197,14 @@ def test_transfer_loss_of_a_hybrid_ignores_attention_layers() -> None:
     assert list(converted_layers(hybrid)) == [1]
     with torch.no_grad():
         captured = capture_attention(teacher, rows)
-        predicted, target = layer_output(converted_layers(full)[1], captured[1], rows), captured[1].output
+        predicted, target = layer_output(converted_layers(full)[1], captured[1], SequenceInfo()), captured[1].output
         expected = ((predicted - target).square().sum((1, 2)) / target.square().sum((1, 2))).sum()
         assert_close("loss", loss_of(hybrid, teacher, rows, loss="transfer"), expected, 1e-5)
 
 
 def squared_error(layer: Any, captured: Any, batch: dict[str, Tensor]) -> float:
     with torch.no_grad():
-        return float((layer_output(layer, captured, batch) - captured.output).double().square().sum())
+        return float((layer_output(layer, captured, sequence_info(batch)) - captured.output).double().square().sum())
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "opt"])
@@ -248,7 +253,7 @@ def test_fitted_outputs_equal_least_squares(kind: str) -> None:
         old, seen = converted_layers(before)[index], []
         old.o_proj.register_forward_pre_hook(lambda _m, given, seen=seen: seen.append(given[0]))
         with torch.no_grad():
-            layer_output(old, captured[index], rows)
+            layer_output(old, captured[index], SequenceInfo())
         y, target = seen[0].flatten(0, 1).double(), captured[index].output.flatten(0, 1).double()
         least = _least_error(y, target, old, kind)
         assert squared_error(layer, captured[index], rows) == pytest.approx(least, rel=1e-2 if kind == "full" else 1e-4)
