@@ -25,7 +25,13 @@
 #define TILE 4
 #define LARGEST_INT8 127.0f
 #define SHIFT 128
+/* Elements of a vector, and how many bytes before their use weights are asked for. */
 #define LANES 16
+#define AHEAD 2048
+
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Shorts __attribute__((vector_size(2 * LANES)));
 
 enum { LINEAR, MIX };
 enum { FLOAT32, BFLOAT16, INT8 };
@@ -35,8 +41,8 @@ enum { NO_RULE = -1, ADD, GATED, DELTA, DECAY, GATED_DELTA };
 
 typedef struct {
     const float *x;
-    const void *weight;  /* float32, bfloat16, or unsigned int8 with 128 added, whose rows have whole groups */
-    const float *scales; /* of int8: [N,K/GROUP] */
+    const void *weight;  /* tiles of rows, of float32, bfloat16, or unsigned int8 with 128 added: see products_int8 */
+    const float *scales; /* of int8 */
     const float *bias, *norm_weight, *norm_bias;
     float *out;
     int64_t x_stride, out_stride, columns, k, weights, norm, activation, gated, add;
@@ -155,11 +161,10 @@ typedef struct {
     int32_t *offsets; /* [Kp/4]: what the 128 added to the weights adds to each sum of four products, negated */
 } Rounded;
 
-static void round_groups(const float *x, int64_t k, Rounded to) {
-    for (int64_t g = 0; g < padded(k) / GROUP; g++) {
-        float values[GROUP] = {0}, largest = 0.0f, poison = 0.0f;
-        int64_t n = k - g * GROUP < GROUP ? k - g * GROUP : GROUP;
-        memcpy(values, x + g * GROUP, n * sizeof *x);
+static void round_groups(const float *x, int64_t groups, Rounded to) {
+    for (int64_t g = 0; g < groups; g++) {
+        const float *values = x + g * GROUP;
+        float largest = 0.0f, poison = 0.0f;
 #pragma omp simd reduction(max : largest)
         for (int64_t i = 0; i < GROUP; i++) largest = fabsf(values[i]) > largest ? fabsf(values[i]) : largest;
 #pragma omp simd reduction(+ : poison)
@@ -175,78 +180,96 @@ static void round_groups(const float *x, int64_t k, Rounded to) {
     }
 }
 
-/* Products of TILE rows of a weight with x. */
-static inline void products_int8(const uint8_t *w, const float *scales, Rounded x, int64_t kp, float *y) {
-    int64_t groups = kp / GROUP;
+/* The memory that a weight's elements come from is what takes time: they are read in the order in which they are
+   stored, and asked for before they are needed. */
+static inline void prefetch(const void *weight) { __builtin_prefetch((const char *)weight + AHEAD); }
+
+static inline Floats load(const float *x) {
+    Floats y;
+    memcpy(&y, x, sizeof y);
+    return y;
+}
+
+static inline float total(Floats x) {
+    float values[LANES], sum = 0.0f;
+    memcpy(values, &x, sizeof x);
+#pragma omp simd reduction(+ : sum)
+    for (int i = 0; i < LANES; i++) sum += values[i];
+    return sum;
+}
+
+/* Products of a tile of a weight's rows with x [Kp] or its rounded form. A tile is stored as [Kp/GROUP,TILE,GROUP], and
+   its scales as [Kp/GROUP,TILE]. */
+static inline void products_int8(const uint8_t *w, const float *scales, Rounded x, int64_t groups, float *y) {
 #ifdef __AVX512VNNI__
     __m512 sums[TILE];
     for (int t = 0; t < TILE; t++) sums[t] = _mm512_setzero_ps();
     for (int64_t g = 0; g < groups; g++) {
         __m512i numbers = _mm512_loadu_si512(x.numbers + g * GROUP);
         __m512i offset = _mm512_loadu_si512(x.offsets + g * GROUP / 4);
-        for (int t = 0; t < TILE; t++) {
-            __m512i products = _mm512_dpbusd_epi32(offset, _mm512_loadu_si512(w + t * kp + g * GROUP), numbers);
-            __m512 scale = _mm512_set1_ps(scales[t * groups + g] * x.scales[g]);
+        for (int t = 0; t < TILE; t++, w += GROUP) {
+            prefetch(w);
+            __m512i products = _mm512_dpbusd_epi32(offset, _mm512_loadu_si512(w), numbers);
+            __m512 scale = _mm512_set1_ps(scales[g * TILE + t] * x.scales[g]);
             sums[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(products), scale, sums[t]);
         }
     }
     for (int t = 0; t < TILE; t++) y[t] = _mm512_reduce_add_ps(sums[t]);
 #else
-    for (int t = 0; t < TILE; t++) {
-        y[t] = 0.0f;
-        for (int64_t g = 0; g < groups; g++) {
-            const uint8_t *row = w + t * kp + g * GROUP;
-            const int8_t *numbers = x.numbers + g * GROUP;
+    for (int t = 0; t < TILE; t++) y[t] = 0.0f;
+    for (int64_t g = 0; g < groups; g++) {
+        const int8_t *numbers = x.numbers + g * GROUP;
+        for (int t = 0; t < TILE; t++, w += GROUP) {
             int32_t sum = 0;
+            prefetch(w);
 #pragma omp simd reduction(+ : sum)
-            for (int64_t i = 0; i < GROUP; i++) sum += ((int32_t)row[i] - SHIFT) * numbers[i];
-            y[t] += sum * (scales[t * groups + g] * x.scales[g]);
+            for (int64_t i = 0; i < GROUP; i++) sum += ((int32_t)w[i] - SHIFT) * numbers[i];
+            y[t] += sum * (scales[g * TILE + t] * x.scales[g]);
         }
     }
 #endif
 }
 
-static inline float from_bfloat16(uint16_t x) {
-    uint32_t bits = (uint32_t)x << 16;
-    float y;
-    memcpy(&y, &bits, sizeof y);
-    return y;
+static inline void products_bfloat16(const uint16_t *w, const float *x, int64_t groups, float *y) {
+    Floats sums[TILE] = {{0}};
+    for (int64_t g = 0; g < groups; g++)
+_Pragma("GCC unroll 4")
+        for (int t = 0; t < TILE; t++)
+_Pragma("GCC unroll 4")
+            for (int i = 0; i < GROUP; i += LANES, w += LANES) {
+                Shorts narrow;
+                Words bits;
+                Floats wide;
+                if (i % (2 * LANES) == 0) prefetch(w);
+                memcpy(&narrow, w, sizeof narrow);
+                bits = __builtin_convertvector(narrow, Words) << 16;
+                memcpy(&wide, &bits, sizeof wide);
+                sums[t] += wide * load(x + g * GROUP + i);
+            }
+    for (int t = 0; t < TILE; t++) y[t] = total(sums[t]);
 }
 
-static inline void products_bfloat16(const uint16_t *w, const float *x, int64_t k, float *y) {
-    float a = 0.0f, b = 0.0f, c = 0.0f, d = 0.0f;
-#pragma omp simd reduction(+ : a, b, c, d)
-    for (int64_t i = 0; i < k; i++) {
-        a += from_bfloat16(w[i]) * x[i];
-        b += from_bfloat16(w[k + i]) * x[i];
-        c += from_bfloat16(w[2 * k + i]) * x[i];
-        d += from_bfloat16(w[3 * k + i]) * x[i];
-    }
-    y[0] = a, y[1] = b, y[2] = c, y[3] = d;
+static inline void products_float32(const float *w, const float *x, int64_t groups, float *y) {
+    Floats sums[TILE] = {{0}};
+    for (int64_t g = 0; g < groups; g++)
+_Pragma("GCC unroll 4")
+        for (int t = 0; t < TILE; t++)
+_Pragma("GCC unroll 4")
+            for (int i = 0; i < GROUP; i += LANES, w += LANES) {
+                prefetch(w);
+                sums[t] += load(w) * load(x + g * GROUP + i);
+            }
+    for (int t = 0; t < TILE; t++) y[t] = total(sums[t]);
 }
 
-static inline void products_float32(const float *w, const float *x, int64_t k, float *y) {
-    float a = 0.0f, b = 0.0f, c = 0.0f, d = 0.0f;
-#pragma omp simd reduction(+ : a, b, c, d)
-    for (int64_t i = 0; i < k; i++) {
-        a += w[i] * x[i];
-        b += w[k + i] * x[i];
-        c += w[2 * k + i] * x[i];
-        d += w[3 * k + i] * x[i];
-    }
-    y[0] = a, y[1] = b, y[2] = c, y[3] = d;
-}
-
-/* Weights have whole tiles: program.py adds rows of zeros. */
 static inline void products(const Linear *a, int64_t row, const float *x, Rounded rounded, float *y) {
-    if (a->weights == INT8) {
-        int64_t kp = padded(a->k);
-        products_int8((const uint8_t *)a->weight + row * kp, a->scales + row * (kp / GROUP), rounded, kp, y);
-    } else if (a->weights == BFLOAT16) {
-        products_bfloat16((const uint16_t *)a->weight + row * a->k, x, a->k, y);
-    } else {
-        products_float32((const float *)a->weight + row * a->k, x, a->k, y);
-    }
+    int64_t kp = padded(a->k), groups = kp / GROUP;
+    if (a->weights == INT8)
+        products_int8((const uint8_t *)a->weight + row * kp, a->scales + row * groups, rounded, groups, y);
+    else if (a->weights == BFLOAT16)
+        products_bfloat16((const uint16_t *)a->weight + row * kp, x, groups, y);
+    else
+        products_float32((const float *)a->weight + row * kp, x, groups, y);
 }
 
 static void run_linear(const Linear *a, const Share *share) {
@@ -261,9 +284,10 @@ static void run_linear(const Linear *a, const Share *share) {
     /* every thread prepares all of x, which is less work than waiting for each other */
     for (int64_t r = 0; r < share->count; r++) {
         normalize(a, a->x + share->rows[r] * a->x_stride, x + r * kp);
+        memset(x + r * kp + a->k, 0, (kp - a->k) * sizeof *x);
         if (a->weights == INT8) {
             Rounded to = {numbers + r * kp, scales + r * (kp / GROUP), offsets + r * (kp / 4)};
-            round_groups(x + r * kp, a->k, to);
+            round_groups(x + r * kp, kp / GROUP, to);
         }
     }
     for (int64_t n = first; n < last; n += TILE) {

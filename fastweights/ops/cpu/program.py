@@ -72,20 +72,26 @@ class StoredWeight:
     def __init__(self, weight: Tensor, weights: str, gated: bool = False) -> None:
         halves = weight.chunk(2) if gated else (weight,)
         self.columns, self.k, self.weights, self.gated = len(halves[0]), weight.shape[1], weights, gated
-        rows = torch.cat([F.pad(half, (0, 0, 0, -len(half) % TILE)) for half in halves])
+        rows = torch.cat([F.pad(half, (0, -self.k % GROUP, 0, -len(half) % TILE)) for half in halves])
         self.scales: Tensor | None = None
         if weights == INT8:
-            self.data, self.scales = quantize(rows)
+            numbers, scales = quantize(rows)
+            self.data, self.scales = _tiles(numbers), _tiles(scales, group=1)
         else:
-            self.data = rows.to(getattr(torch, weights)).contiguous()
+            self.data = _tiles(rows.to(getattr(torch, weights)))
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight [N,K] as whole numbers from -127 to 127 plus 128, uint8 [N,Kp], and scales [N,Kp/64]."""
-    groups = F.pad(weight.float(), (0, -weight.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+    """A weight [N,K] as whole numbers from -127 to 127 plus 128, uint8 [N,K], and scales [N,K/64]."""
+    groups = weight.float().unflatten(1, (-1, GROUP))
     scales = groups.abs().amax(-1) / LARGEST_INT8
     numbers = (groups / scales.clamp(min=torch.finfo(torch.float32).tiny)[..., None]).round()
-    return (numbers + SHIFT).to(torch.uint8).flatten(1).contiguous(), scales.contiguous()
+    return (numbers + SHIFT).to(torch.uint8).flatten(1), scales
+
+
+def _tiles(x: Tensor, group: int = GROUP) -> Tensor:
+    """[N,K] in the order in which the C code reads it: [N/tile,K/group,tile,group]."""
+    return x.unflatten(0, (-1, TILE)).unflatten(2, (-1, group)).transpose(1, 2).contiguous()
 
 
 class Program:
