@@ -26,11 +26,11 @@ from fastweights.modeling.classes import new_layer
 from fastweights.modeling.families import Family
 from fastweights.modeling.families.base import ModulePaths, adds_one_to_weight
 from fastweights.modeling.layer import (
-    converted_layers,
     FastWeightsAttention,
     LocalAttention,
     Projections,
     RecurrentAttention,
+    converted_layers,
 )
 from fastweights.modeling.modes import evaluating
 from fastweights.modeling.positions import clamp_positions
@@ -38,6 +38,7 @@ from fastweights.modeling.window import WindowCache, cached_tokens
 from fastweights.ops import cpu
 from fastweights.ops.cpu.program import Program
 from fastweights.ops.linear import FusedLinear, Norm, NormSums, SplitKWorkspace
+from fastweights.ops.packed import WEIGHTS
 from fastweights.ops.step import (
     Rotary,
     can_overlap,
@@ -49,6 +50,7 @@ from fastweights.ops.step import (
 )
 from fastweights.rules import RULES
 from fastweights.rules.feature_maps import Identity, sum_normalize, unit_normalize
+from fastweights.utils.errors import Argument
 
 ACTIVATION_NAMES = {
     "silu": "silu",
@@ -72,11 +74,34 @@ def make_decode_model(
     max_length: int | None = None,
     weights: str | None = None,
 ) -> DecodeModel | ForwardDecodeModel:
-    """Return a DecodeModel where the model is supported, otherwise one that calls the model's own forward."""
+    """Return a DecodeModel where the model is supported, otherwise one that calls the model's own forward.
+
+    Raises:
+        ConfigError: `weights` is given, and the model is not supported.
+    """
     try:
         return DecodeModel(model, batch_size, kernels, max_length, weights)
     except UnsupportedModel as error:
+        if weights is not None:
+            raise ConfigError(
+                Argument("weights"),
+                f"={weights!r} needs a model that the engine can pack, and this one runs its own forward: {error}; "
+                "leave it out",
+            ) from error
         return ForwardDecodeModel(model, batch_size, str(error))
+
+
+def check_weights(model: Any, weights: str | None, kernels: bool | None = None) -> None:
+    """Raise ConfigError if weights cannot be stored as `weights`, for a model on this device."""
+    if weights is None:
+        return
+    name = Argument("weights")
+    if weights not in WEIGHTS:
+        raise ConfigError(name, f" must be one of {', '.join(WEIGHTS)}, found {weights!r}")
+    if model.device.type != "cpu":
+        raise ConfigError(name, f"={weights!r} works on a CPU only, and the model is on {model.device}: leave it out")
+    if kernels:
+        raise ConfigError(name, f"={weights!r} cannot be combined with ", Argument("kernels"), "=True: leave one out")
 
 
 class ForwardDecodeModel:
@@ -92,8 +117,8 @@ class ForwardDecodeModel:
         self.step()  # allocates the cache for all slots
         self.positions.zero_()
 
-    def step(self) -> Tensor:
-        """Feed `tokens` to the model and return the logits [B,V] of the next ones."""
+    def step(self, slots: Sequence[int] | None = None) -> Tensor:
+        """Feed `tokens` to the model and return the logits [B,V] of the next ones, of all slots in any case."""
         positions = clamp_positions(self.model, self.positions[:, None])  # the position of a free slot keeps growing
         with evaluating(self.model):
             out = self.model(self.tokens[:, None], past_key_values=self.cache, position_ids=positions)

@@ -188,8 +188,8 @@ class Program:
         """Run all operations for some rows; for all by default."""
         if self.list is None:
             self.list = (_Operation * len(self.operations))()
-            for place, (kind, arguments) in zip(self.list, self.operations, strict=True):
-                place.kind, place.arguments = kind, ctypes.addressof(arguments)
+            for place, (kind, values) in zip(self.list, self.operations, strict=True):
+                place.kind, place.arguments = kind, ctypes.addressof(values)
         rows = self.all_rows if slots is None else slots
         if rows != self.row_list:
             self.row_list = list(rows)
