@@ -422,6 +422,7 @@ class CostResult(Result):
 
     tokens: Tokens timed at each length.
     heads, d, m: The shape of the layer.
+    weights: What converted models' weights were stored as; null: in dtype.
     cheaper_from: That of the first converted model.
     layer: The cost of one layer, measured beside whole models.
     """
@@ -434,6 +435,7 @@ class CostResult(Result):
     m: int | None = None
     dtype: str
     device: str
+    weights: str | None = None
     models: list[ModelCost]
     cheaper_from: dict[str, int | None]
     layer: CostResult | None = None

@@ -25,6 +25,7 @@ from fastweights.cli.options import (
     TopK,
     TopP,
     UsageError,
+    Weights,
     WeightsDtype,
     error_text,
     model_source,
@@ -76,6 +77,7 @@ def chat(
     ] = None,
     device: Device = None,
     dtype: WeightsDtype = "auto",
+    weights: Weights = None,
 ) -> None:
     """Talk to a converted model. Each line is a message; /help shows the commands. Ctrl-C stops an answer."""
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
@@ -90,7 +92,7 @@ def chat(
 
         model, tokenizer = load_with_tokenizer(source, dtype, usable_device(device))
         require_converted(model, source, "chat")
-        conversation = Conversation(_engine(model, tokenizer, max_length), system)
+        conversation = Conversation(_engine(model, tokenizer, max_length, weights), system)
     if load_state is not None:
         with error_context(Argument("load_state"), ": "):
             conversation.load(load_state)
@@ -112,7 +114,7 @@ def chat(
             _note("stopped")
 
 
-def _engine(model: Any, tokenizer: Any, max_length: int | None) -> Engine:
+def _engine(model: Any, tokenizer: Any, max_length: int | None, weights: str | None) -> Engine:
     from fastweights.decode.engine import Engine
     from fastweights.modeling.cache import FastWeightsCache
 
@@ -123,7 +125,7 @@ def _engine(model: Any, tokenizer: Any, max_length: int | None) -> Engine:
             f"layers {', '.join(map(str, attention_layers))} are still attention: the conversation can have "
             f"{max_length:,} tokens (--max-length)"
         )
-    return Engine(model, tokenizer=tokenizer, max_length=max_length)
+    return Engine(model, tokenizer=tokenizer, max_length=max_length, weights=weights)
 
 
 def _is_terminal() -> bool:

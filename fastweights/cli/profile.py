@@ -13,6 +13,7 @@ from fastweights.cli.options import (
     DTYPE_HELP,
     Dtype,
     UsageError,
+    Weights,
     check_output,
     check_result,
     given_options,
@@ -43,6 +44,7 @@ def profile(
     compile: Annotated[bool, typer.Option("--compile", help="Compile every step with torch.compile.")] = False,
     device: Annotated[str | None, typer.Option(help="Device to run on; by default a GPU if there is one.")] = None,
     dtype: Annotated[Dtype, typer.Option(help=DTYPE_HELP)] = "auto",
+    weights: Weights = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help=COST_OUTPUT_HELP)] = None,
     source: Annotated[
         Path | None, typer.Option("--from", help="Draw the figure of this result; measures nothing.")
@@ -63,6 +65,8 @@ def profile(
     if models and (layer or heads):
         flag, first = "--layer" if layer else "--heads", short_name(models[0], models)
         raise UsageError(f"{flag} is for the layer, and {first} is a model: give only one of them")
+    if layer and weights:
+        raise UsageError("--weights is for models, and --layer measures none: give only one of them")
     chosen = None if lengths is None else parse_numbers("--lengths", lengths)
     if chosen is not None:
         check_lengths(chosen)
@@ -88,6 +92,7 @@ def profile(
         device=usable,
         dtype=dtype,
         compiled=compile,
+        weights=weights,
         notify=notify,
     )
     _report_left_out(result, notify)

@@ -12,7 +12,15 @@ from rich.console import Console
 from rich.markup import escape
 
 from fastweights.cli.generate import load_with_tokenizer, require_converted
-from fastweights.cli.options import Device, UsageError, WeightsDtype, model_source, reports_errors, usable_device
+from fastweights.cli.options import (
+    Device,
+    UsageError,
+    Weights,
+    WeightsDtype,
+    model_source,
+    reports_errors,
+    usable_device,
+)
 from fastweights.model_paths import BEST, CONFIG, display_name
 
 if TYPE_CHECKING:
@@ -81,6 +89,7 @@ def serve(
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Log prompts and answers.")] = False,
     device: Device = None,
     dtype: WeightsDtype = "auto",
+    weights: Weights = None,
 ) -> None:
     """Serve a converted model with OpenAI's API and a page to chat. Stored conversations continue without being read
     again."""
@@ -101,7 +110,7 @@ def serve(
             from fastweights.serve.store import StoreLimits, open_store
             from fastweights.serve.worker import Worker
 
-            engine = _engine(source, slots, max_length, usable_device(device), dtype)
+            engine = _engine(source, slots, max_length, usable_device(device), dtype, weights)
         limits = StoreLimits(store_memory_mb * MEGABYTE, store_disk_mb * MEGABYTE, store_hours * 3600, store_states)
         opened = open_store(store, engine.model, limits)
         shown = name or (PACKAGED_NAME if source is None else display_name(source))
@@ -132,7 +141,9 @@ def _source(model: str | None) -> str | None:
     return None
 
 
-def _engine(source: str | None, slots: int, max_length: int | None, device: str, dtype: str) -> Engine:
+def _engine(
+    source: str | None, slots: int, max_length: int | None, device: str, dtype: str, weights: str | None
+) -> Engine:
     from fastweights.decode.engine import Engine
     from fastweights.modeling.cache import FastWeightsCache
 
@@ -146,7 +157,7 @@ def _engine(source: str | None, slots: int, max_length: int | None, device: str,
         max_length = max_length or HYBRID_LENGTH
         layers = ", ".join(map(str, attention_layers))
         _note(f"layers {layers} are still attention: a conversation can have {max_length:,} tokens (--max-length)")
-    return Engine(model, slots, max_length=max_length, tokenizer=tokenizer)
+    return Engine(model, slots, max_length=max_length, tokenizer=tokenizer, weights=weights)
 
 
 def _packaged(device: str) -> tuple[Any, Any]:

@@ -245,7 +245,7 @@ class Batch:
         # with a stop token has been decoded one step further than needed; its slot is overwritten anyway.
         with self._computing():
             if not self._ahead and self._writes:
-                self.advance(self._mode)
+                self.advance(self._mode, self._used)
             self._end_after_last_token()
             self._read_prompts()
             self._ahead = False
@@ -259,6 +259,11 @@ class Batch:
     @property
     def _writes(self) -> bool:
         return any(generation is not None for generation in self.slots)
+
+    @property
+    def _used(self) -> list[int]:
+        """The slots that have a sequence."""
+        return [slot for slot, generation in enumerate(self.slots) if generation is not None]
 
     def _emit_end(self, generation: Generation, end: End) -> None:
         generation.finish_reason = end.finish_reason
@@ -338,7 +343,7 @@ class Batch:
             if generation is not None
         )
         if self._ahead:
-            self.advance(self._mode)
+            self.advance(self._mode, self._used)
         if copied is not None:
             copied.synchronize()
         tokens, scores = self._host_tokens.tolist(), self._host_scores.tolist()
@@ -380,19 +385,24 @@ class Batch:
                 self._release(slot)
                 self._emit_end(generation, End(reason, snapshot))
 
-    def advance(self, mode: SamplerMode) -> None:
-        """Feed the token of every slot to the model and choose the next ones."""
+    def advance(self, mode: SamplerMode, slots: Sequence[int] | None = None) -> None:
+        """Feed the tokens of some slots to the model and choose the next ones; of all slots by default.
+
+        A CUDA graph, and a step as torch operators, compute all slots in any case.
+        """
         self.steps += 1
         graph = None if self.graphs is None else self.graphs.get(mode)
         if graph is not None:
             graph.replay()
         else:
-            self._step(mode)
+            self._step(mode, slots)
 
     @torch.inference_mode()
-    def _step(self, mode: SamplerMode) -> None:
-        self._logits = self.decoder.step()
-        self.decoder.tokens.copy_(self.sampler.choose(self._logits, self.decoder.positions, mode))
+    def _step(self, mode: SamplerMode, slots: Sequence[int] | None = None) -> None:
+        self._logits = self.decoder.step(slots)
+        rows = slice(len(self.slots) if slots is None else slots[-1] + 1)
+        logits, positions = self._logits[rows], self.decoder.positions[rows]
+        self.decoder.tokens[rows].copy_(self.sampler.choose(logits, positions, mode, rows))
 
     def _capture(self, mode: SamplerMode) -> None:
         """Capture a step in a graph."""

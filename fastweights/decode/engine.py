@@ -17,7 +17,13 @@ from torch import Tensor
 from fastweights.config import ConfigError, is_whole
 from fastweights.decode.batch import Batch, End, FinishReason, Generation, Token
 from fastweights.decode.device_sampler import GREEDY, Sampler, SamplerMode
-from fastweights.decode.model import DecodeModel, ForwardDecodeModel, UnsupportedModel, make_decode_model
+from fastweights.decode.model import (
+    DecodeModel,
+    ForwardDecodeModel,
+    UnsupportedModel,
+    check_weights,
+    make_decode_model,
+)
 from fastweights.decode.prefill import PREFILL_CHUNK
 from fastweights.decode.sampling import Sampling
 from fastweights.decode.text_decoder import TextDecoder
@@ -26,7 +32,6 @@ from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.modes import evaluating
 from fastweights.modeling.positions import check_length
 from fastweights.ops.device import unsupported_reason
-from fastweights.ops.packed import WEIGHTS
 from fastweights.tokenization import prompt_tokens
 from fastweights.utils.errors import Argument, FastWeightsError
 
@@ -65,12 +70,13 @@ class Engine:
         batch_size: Number of slots.
         graph: Whether to run a step as a CUDA graph; by default on a GPU.
         prefill_chunk: Tokens of prompts that are read at most between two steps.
-        kernels: Whether to use the Triton kernels; by default if they are supported.
+        kernels: Whether to use the Triton kernels. By default these on a GPU and compiled C code on a CPU, where they
+            are supported. False: torch operators.
         max_length: Length of the longest sequence in tokens, prompt included. Required if some layers remain
             attention: each slot then reserves keys and values for this many tokens.
         tokenizer: The model's tokenizer. With it, prompts can be strings, and `stream` returns text.
         weights: On a CPU, what the weights of linear layers are stored as to generate faster: "int8" or "bfloat16".
-            By default they are in the model's dtype. States and prompts are computed in the model's dtype in any case.
+            By default they are in the model's dtype. Prompts are read with the model's own weights in any case.
 
     Raises:
         ConfigError: The model is not converted, or an argument is wrong or cannot be used here.
@@ -95,7 +101,7 @@ class Engine:
             _check_at_least_one("max_length", max_length)
         _check_model(model)
         _check_kernels(model, kernels)
-        _check_weights(model, kernels, weights)
+        check_weights(model, weights, kernels)
         attention_layers = ", ".join(map(str, FastWeightsCache(model.config).attention_layers))
         if attention_layers and max_length is None:
             raise ConfigError(
@@ -110,12 +116,6 @@ class Engine:
         # An engine made in inference mode can also be used outside of it, so its tensors must be ordinary ones.
         with torch.inference_mode(False), evaluating(model):
             decoder = make_decode_model(model, batch_size, kernels, self.max_length, weights)
-        if weights is not None and isinstance(decoder, ForwardDecodeModel):
-            raise ConfigError(
-                Argument("weights"),
-                f"={weights!r} needs a model that the engine can pack, and this one runs its own forward: "
-                f"{decoder.unsupported_reason}; leave it out",
-            )
         if attention_layers and isinstance(decoder, ForwardDecodeModel):
             raise UnsupportedModel(
                 f"layers {attention_layers} are still attention, and the engine cannot decode this model: "
@@ -418,18 +418,6 @@ def _check_kernels(model: Any, kernels: bool | None) -> None:
     reason = unsupported_reason(model.device, model.dtype, interpreter=True) if kernels else None
     if reason is not None:
         raise ConfigError(Argument("kernels"), f"=True cannot be used here: {reason}; leave it out")
-
-
-def _check_weights(model: Any, kernels: bool | None, weights: str | None) -> None:
-    if weights is None:
-        return
-    name = Argument("weights")
-    if weights not in WEIGHTS:
-        raise ConfigError(name, f" must be one of {', '.join(WEIGHTS)}, found {weights!r}")
-    if model.device.type != "cpu":
-        raise ConfigError(name, f"={weights!r} works on a CPU only, and the model is on {model.device}: leave it out")
-    if kernels:
-        raise ConfigError(name, f"={weights!r} cannot be combined with ", Argument("kernels"), "=True: leave one out")
 
 
 def end_of_text(model: Any) -> list[int]:

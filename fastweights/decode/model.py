@@ -31,11 +31,16 @@ from fastweights.modeling.layer import (
     LocalAttention,
     Projections,
     RecurrentAttention,
+    converted_layers,
 )
 from fastweights.modeling.modes import evaluating
 from fastweights.modeling.positions import clamp_positions
 from fastweights.modeling.window import WindowCache, cached_tokens
+from fastweights.ops import cpu
+from fastweights.ops.cpu.program import RULES as C_RULES
+from fastweights.ops.cpu.program import Program
 from fastweights.ops.linear import FusedLinear, Norm, NormSums, SplitKWorkspace
+from fastweights.ops.packed import WEIGHTS
 from fastweights.ops.step import (
     Rotary,
     can_overlap,
@@ -47,6 +52,7 @@ from fastweights.ops.step import (
 )
 from fastweights.rules import RULES
 from fastweights.rules.feature_maps import Identity, sum_normalize, unit_normalize
+from fastweights.utils.errors import Argument
 
 ACTIVATION_NAMES = {
     "silu": "silu",
@@ -70,11 +76,34 @@ def make_decode_model(
     max_length: int | None = None,
     weights: str | None = None,
 ) -> DecodeModel | ForwardDecodeModel:
-    """Return a DecodeModel where the model is supported, otherwise one that calls the model's own forward."""
+    """Return a DecodeModel where the model is supported, otherwise one that calls the model's own forward.
+
+    Raises:
+        ConfigError: `weights` is given, and the model is not supported.
+    """
     try:
         return DecodeModel(model, batch_size, kernels, max_length, weights)
     except UnsupportedModel as error:
+        if weights is not None:
+            raise ConfigError(
+                Argument("weights"),
+                f"={weights!r} needs a model that the engine can pack, and this one runs its own forward: {error}; "
+                "leave it out",
+            ) from error
         return ForwardDecodeModel(model, batch_size, str(error))
+
+
+def check_weights(model: Any, weights: str | None, kernels: bool | None = None) -> None:
+    """Raise ConfigError if weights cannot be stored as `weights`, for a model on this device."""
+    if weights is None:
+        return
+    name = Argument("weights")
+    if weights not in WEIGHTS:
+        raise ConfigError(name, f" must be one of {', '.join(WEIGHTS)}, found {weights!r}")
+    if model.device.type != "cpu":
+        raise ConfigError(name, f"={weights!r} works on a CPU only, and the model is on {model.device}: leave it out")
+    if kernels:
+        raise ConfigError(name, f"={weights!r} cannot be combined with ", Argument("kernels"), "=True: leave one out")
 
 
 class ForwardDecodeModel:
@@ -90,8 +119,8 @@ class ForwardDecodeModel:
         self.step()  # allocates the cache for all slots
         self.positions.zero_()
 
-    def step(self) -> Tensor:
-        """Feed `tokens` to the model and return the logits [B,V] of the next ones."""
+    def step(self, slots: Sequence[int] | None = None) -> Tensor:
+        """Feed `tokens` to the model and return the logits [B,V] of the next ones, of all slots in any case."""
         positions = clamp_positions(self.model, self.positions[:, None])  # the position of a free slot keeps growing
         with evaluating(self.model):
             out = self.model(self.tokens[:, None], past_key_values=self.cache, position_ids=positions)
@@ -123,7 +152,8 @@ class DecodeModel:
     Args:
         model: A converted model.
         batch_size: Number of slots B.
-        kernels: Whether to use the Triton kernels; by default where they are supported.
+        kernels: Whether to use the Triton kernels. By default these on a GPU and the C code on a CPU, where they are
+            supported. False: torch operators.
         max_length: Tokens of the longest sequence; needed if some layers are still attention.
         weights: What the weights of linear layers are stored as, "int8" or "bfloat16", on a CPU; by default in the
             model's dtype. Everything else is in the model's dtype.
@@ -149,12 +179,16 @@ class DecodeModel:
         self.tokens = torch.zeros(batch_size, dtype=torch.long, device=model.device)
         self.positions = torch.zeros_like(self.tokens)
         self.config, self.counts = config, dict[int, Counts]()
+        in_c = kernels is None and c_code_unsupported_reason(model) is None
+        self.program = Program(batch_size) if in_c else None
         self.context = DecodeContext(
             positions=self.positions,
-            dtype=model.dtype,
+            dtype=torch.float32 if in_c else model.dtype,
             kernels=has_kernels(model.device, model.dtype) if kernels is None else kernels,
             max_length=max_length,
             weights=weights,
+            program=self.program,
+            model_dtype=model.dtype,
         )
         self.hidden = self.context.buffer(config.hidden_size)
         self._pack_embedding(model, parts)
@@ -165,6 +199,8 @@ class DecodeModel:
             DecodeBlock(self.context, family, block, config, i, self.rotary[kinds[i]] if kinds else None)
             for i, block in enumerate(family.blocks(model))
         ]
+        if self.program is not None:  # the same calls as those of a step in torch add it to the program
+            self._run_blocks()
 
     def _pack_embedding(self, model: Any, parts: ModulePaths) -> None:
         embedding = model.get_submodule(parts.embedding)
@@ -199,29 +235,33 @@ class DecodeModel:
         self.sums = NormSums(batch, width, norm.centered, self.hidden.device)
 
     @torch.inference_mode()
-    def step(self) -> Tensor:
-        """Feed `tokens` to the model and return the logits [B,V] of the next ones, always in the same buffer."""
-        hidden = self._embed()
-        self.sums.parts = 0
+    def step(self, slots: Sequence[int] | None = None) -> Tensor:
+        """Feed `tokens` to the model and return the logits [B,V] of the next ones, always in the same buffer.
+
+        Args:
+            slots: The slots that are needed; all by default. Where the step runs in C, the other ones cost no time, and
+                their logits remain what they were.
+        """
+        self._embed()
         for rotary in self.rotary.values():
             rotary.update(self.positions)
         for ring in self.context.rings.values():
             ring.update(self.positions)
-        for block in self.blocks:
-            block.step(hidden, self.sums)
-        if isinstance(self.head, AdaptiveSoftmax):
-            self.logits.copy_(self.head(hidden))
+        if self.program is None:
+            self._run_blocks()
         else:
-            self.head(hidden, self.logits, sums=self.sums)
+            self.program.run(slots)
+        if isinstance(self.head, AdaptiveSoftmax):
+            self.logits.copy_(self.head(self.hidden.to(self.context.model_dtype)))
         if self.softcap is not None:
             self.logits.div_(self.softcap).tanh_().mul_(self.softcap)
         self.positions.add_(1)
         return self.logits
 
-    def _embed(self) -> Tensor:
+    def _embed(self) -> None:
         """Embed tokens and positions, into the buffer `hidden` [B,D]."""
         if isinstance(self.embedding, Tensor):
-            hidden = torch.index_select(self.embedding, 0, self.tokens, out=self.hidden)
+            hidden = self.hidden.copy_(self.embedding.index_select(0, self.tokens))
         else:
             hidden = self.hidden.copy_(self.embedding(self.tokens))
         if self.embedding_scale is not None:
@@ -232,7 +272,13 @@ class DecodeModel:
             hidden.add_(self.position_table.index_select(0, rows))
         elif self.position_table is not None:
             hidden.add_(self.position_table(self.positions).to(hidden.dtype))
-        return hidden
+
+    def _run_blocks(self) -> None:
+        self.sums.parts = 0
+        for block in self.blocks:
+            block.step(self.hidden, self.sums)
+        if isinstance(self.head, FusedLinear):
+            self.head(self.hidden, self.logits, sums=self.sums)
 
     @torch.no_grad()
     def set_slot(self, slot: int, cache: FastWeightsCache) -> None:
@@ -283,13 +329,16 @@ class DecodeContext:
     kernels: bool
     max_length: int | None
     weights: str | None = None
+    program: Program | None = None
+    model_dtype: torch.dtype = torch.float32
     rings: dict[tuple[int, int, int], RingIndex] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.batch_size, self.device = len(self.positions), self.positions.device
         self.overlap = self.kernels and can_overlap(self.device)
         self.workspace = SplitKWorkspace(self.device) if self.kernels else None
-        self.packed_rows = self.batch_size if self.device.type == "cpu" and not self.kernels else None
+        in_torch = not self.kernels and self.program is None
+        self.packed_rows = self.batch_size if self.device.type == "cpu" and in_torch else None
 
     def buffer(self, *shape: int) -> Tensor:
         """A static buffer [B,*shape]."""
@@ -299,6 +348,7 @@ class DecodeContext:
         """A linear layer [out,in] with the kernels and the workspace of this model."""
         options = dict(packed_rows=self.packed_rows, weights=self.weights) | options
         options |= dict(kernel=self.kernels, overlap=self.overlap, workspace=self.workspace)
+        options["program"] = self.program
         return FusedLinear(weight, bias, norm, **options)
 
     def ring(self, width: int, heads: int, sinks: int) -> RingIndex:
@@ -551,11 +601,12 @@ class DecodeWindow:
 
     def __init__(self, local: LocalAttention, context: DecodeContext, inputs: LayerInputs) -> None:
         self.heads, self.softcap = inputs.heads[-1], local.softcap
-        self.positions, self.overlap = context.positions, context.overlap
+        self.positions, self.overlap, self.cache_dtype = context.positions, context.overlap, context.model_dtype
         self.width, self.sinks = local.sinks + local.window, local.sinks
         _, kv_heads, d = self.heads.v.shape
         self.fused = context.kernels and has_window_kernel(self.width, d, context.device)
-        self.ring = None if self.fused else context.ring(self.width, kv_heads, self.sinks)
+        in_torch = not self.fused and context.program is None
+        self.ring = context.ring(self.width, kv_heads, self.sinks) if in_torch else None
         self.y = context.buffer(*self.heads.q.shape[1:])
         self.keys, self.values = (context.buffer(kv_heads, self.width, d) for _ in range(2))
 
@@ -617,13 +668,14 @@ class DecodeWindow:
     def _write(self, slot: int, keys: Tensor, values: Tensor, lengths: Tensor) -> None:
         """Store keys and values [Hkv,N,d] of a sequence of `lengths` [1] tokens."""
         places = ring_place(self._cached_tokens(keys.shape[1], lengths), self.width, self.sinks)
-        self.keys[slot].index_copy_(1, places, keys)
-        self.values[slot].index_copy_(1, places, values)
+        self.keys[slot].index_copy_(1, places, keys.to(self.keys.dtype))
+        self.values[slot].index_copy_(1, places, values.to(self.values.dtype))
 
     def _read(self, slot: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values [Hkv,N,d] of tokens [N]."""
         places = ring_place(tokens, self.width, self.sinks)
-        return self.keys[slot].index_select(1, places), self.values[slot].index_select(1, places)
+        k, v = (x[slot].index_select(1, places).to(self.cache_dtype) for x in (self.keys, self.values))
+        return k, v
 
 
 class DecodeAttention(DecodeWindow):
@@ -667,6 +719,7 @@ class DecodeBlock:
         converted = isinstance(original, FastWeightsAttention)
         attention: Any = original if converted else _as_window(family, original, config, index, context.max_length)
 
+        self.program = context.program
         self.inputs = LayerInputs(attention, context, _norm(block.get_submodule(parts.norm)), rotary)
         self.recurrence: DecodeRecurrence | None = None
         if attention.rule is not None:
@@ -712,6 +765,8 @@ class DecodeBlock:
 
     def _attend(self) -> Tensor:
         """y [B,H,d] of the rule, of the window, or of both."""
+        if self.program is not None:
+            return self.program.mix(self.recurrence, self.window, self.inputs.mix_logit)
         y = None if self.recurrence is None else self.recurrence.step()
         y = y if self.window is None else self.window.step(y, self.inputs.mix_logit)
         assert y is not None
@@ -738,6 +793,27 @@ def _check_supported(model: Any) -> None:
     for name, values in (("devices", {p.device for p in parameters}), ("dtypes", {p.dtype for p in parameters})):
         if len(values) > 1:
             raise UnsupportedModel(f"its parameters have several {name}: {', '.join(sorted(map(str, values)))}")
+
+
+def c_code_unsupported_reason(model: Any) -> str | None:
+    """Why a step of this model cannot run in C, as one program; None if it can. It then runs as torch operators."""
+    reason = cpu.unsupported_reason(model.device, model.dtype)
+    if reason is not None or model.family.module_paths is None:
+        return reason or f"the engine does not know this form of {model.family.name}"
+    parts = model.family.module_paths
+    if parts.attention_out_norm is not None or parts.mlp_out_norm is not None:
+        return "it has norms after its attention or its MLP"
+    for layer in converted_layers(model).values():
+        rule, local = layer.rule, layer.window
+        if rule is not None and rule.config.rule not in C_RULES:
+            return f"it has the rule {rule.config.rule}"
+        if rule is not None and (type(rule.feature_map) is not Identity or rule.config.normalizes_sum):
+            return f"it has the feature map {rule.config.feature_map}"
+        if rule is not None and rule.output_norm is not None:
+            return "it has output_norm"
+        if any(part and part.projections and part.projections.q_norm is not None for part in (rule, local)):
+            return "it has norms of queries and keys"
+    return None
 
 
 def _as_window(

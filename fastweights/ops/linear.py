@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fastweights.ops.cpu.program import Program, StoredWeight
 from fastweights.ops.device import has_warp_groups, multiprocessors, shared_bytes
 from fastweights.ops.packed import pack
 from fastweights.ops.step import operand_dtype, pdl_options
@@ -110,6 +111,7 @@ class FusedLinear:
         workspace: shared by the layers of a model. None: an own one.
         packed_rows: pack the weight for this many rows B, on a CPU and without the kernel. None: it stays as it is.
         weights: what a packed weight is stored as, "int8" or "bfloat16". None: in its own dtype.
+        program: on a CPU, a call adds the layer to this program instead of computing it.
     """
 
     def __init__(
@@ -124,10 +126,14 @@ class FusedLinear:
         workspace: SplitKWorkspace | None = None,
         packed_rows: int | None = None,
         weights: str | None = None,
+        program: Program | None = None,
     ) -> None:
-        self.norm, self.bias = norm, bias
+        self.norm, self.bias, self.program = norm, bias, program
         self.activation, self.gated, self.kernel, self.overlap = activation, gated, kernel, overlap
         self.columns = weight.shape[0] // (2 if gated else 1)
+        if program is not None:
+            self.stored = StoredWeight(weight, weights or str(weight.dtype).removeprefix("torch."), gated)
+            return
         self.packed = None if packed_rows is None else pack(weight, bias, packed_rows, weights)
         if self.packed is not None:  # so that the weight itself need not stay in memory
             return
@@ -167,6 +173,9 @@ class FusedLinear:
         Returns:
             The result [B,N].
         """
+        if self.program is not None:
+            self.program.linear(self.stored, self.bias, self.norm, self.activation, x, out, add)
+            return out
         if self.kernel:
             self._run_kernel(x, out, add, sums)
             return out

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from fastweights.config import ConfigError
-from fastweights.decode.model import make_decode_model
+from fastweights.decode.model import check_weights, make_decode_model
 from fastweights.modeling.cache import FastWeightsCache
 from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.description import layer_memory
@@ -48,6 +48,7 @@ def decode_cost(
     timed_tokens: int = TIMED_TOKENS,
     stretch_positions: bool = False,
     compiled: bool = False,
+    weights: str | None = None,
     progress: bool = True,
 ) -> CostResult:
     """Measure the time and memory of one more token after sequences of several lengths.
@@ -63,6 +64,7 @@ def decode_cost(
         stretch_positions: Whether to measure past the end of a position table on a copy whose table is repeated. Its
             output is nonsense, but it costs the time and memory of a model with a longer table.
         compiled: Whether to compile every step with torch.compile.
+        weights: What converted models' weights are stored as, as for `Engine`.
         progress: Whether to show a progress bar.
 
     Returns:
@@ -73,6 +75,8 @@ def decode_cost(
         PositionError: If a model has too few positions for the shortest.
     """
     _check(models, lengths, batch, timed_tokens)
+    for model in models.values():
+        check_weights(model, weights)
     lengths = sorted(lengths)
     device = next(iter(models.values())).device
     conditions = Conditions(device, timed_tokens, compiled)
@@ -84,7 +88,7 @@ def decode_cost(
             fitting = {}
             for name, model in models.items():
                 if stretch_positions or _fits(model, length + 1):
-                    fitting[name] = functools.partial(_contender, model, length, batch)
+                    fitting[name] = functools.partial(_contender, model, length, batch, weights)
                 else:
                     found[name].leave_out(length, f"the position table ends at {position_limit(model)}")
             measure(fitting, length, conditions, found)
@@ -100,6 +104,7 @@ def decode_cost(
         batch=batch,
         dtype=str(next(iter(models.values())).dtype).removeprefix("torch."),
         device=device.type,
+        weights=weights,
         models=costs,
         cheaper_from=first_cheaper_from(costs),
     )
@@ -177,7 +182,7 @@ def _position_table(model: Any) -> Any:
     )
 
 
-def _contender(model: Any, length: int, batch: int) -> Contender:
+def _contender(model: Any, length: int, batch: int, weights: str | None = None) -> Contender:
     """A model that has read `length` random tokens and generates one more, as `fastweights generate` does.
 
     The step is the engine's where it supports the model, and otherwise the model's own forward.
@@ -187,7 +192,7 @@ def _contender(model: Any, length: int, batch: int) -> Contender:
     cache, token = _cache_after(model, length, batch), _random_tokens(model, batch, 1)
     cached = cached_bytes(cache)
     if isinstance(cache, FastWeightsCache):
-        decoder = make_decode_model(model, batch, max_length=length + 1)
+        decoder = make_decode_model(model, batch, max_length=length + 1, weights=weights)
         if decoder.static:
             return Contender(_engine_step(decoder, cache, token), cached, attends=False, is_engine=True)
     attends = not isinstance(cache, FastWeightsCache) or bool(cache.attention_layers)

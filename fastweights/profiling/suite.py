@@ -32,6 +32,7 @@ def profile(
     device: str = "cpu",
     dtype: str = "auto",
     compiled: bool = False,
+    weights: str | None = None,
     notify: Notify = lambda text: None,
 ) -> CostResult:
     """Measure the time and memory of one more token: of one layer, of whole models, or of both.
@@ -45,6 +46,7 @@ def profile(
         device: Where to measure the layer.
         dtype: Of the layer: a name of torch's, or "auto" for the device's usual one.
         compiled: Whether to compile every step with torch.compile.
+        weights: On a CPU, what converted models' weights are stored as, as for `Engine`.
         notify: Called with a line before each measurement.
 
     Returns:
@@ -73,7 +75,9 @@ def profile(
         return one
     chosen = lengths or (layer_cost.LENGTHS if torch.device(device).type == "cuda" else model_cost.LENGTHS)
     notify(_plan(f"{', '.join(models)}, batch {batch or 1}", chosen, device))
-    whole = model_cost.decode_cost(models, chosen, batch=batch or 1, stretch_positions=True, compiled=compiled)
+    whole = model_cost.decode_cost(
+        models, chosen, batch=batch or 1, stretch_positions=True, compiled=compiled, weights=weights
+    )
     return replace(whole, layer=one)
 
 

@@ -54,7 +54,7 @@ def test_sliding_window_layer_matches_the_model(length: int) -> None:
     base = transformers.MistralForCausalLM(config_of("mistral", sliding_window=5)).eval()
     model = fw.convert(base, fw.FastWeightsConfig(m=6, layers=(0,)))
     engine = fw.Engine(model, max_length=50)
-    assert list(engine.decoder.context.rings) == [(5, 2, 0)]
+    assert engine.decoder.blocks[1].window.width == 5
     for found, expected in logits_by_steps(engine, model, tokens(length), tokens(12, seed=9), slot=0):
         assert_close("logits", found, expected, 1e-5)
 
