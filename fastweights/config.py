@@ -19,7 +19,7 @@ LOCAL = "local"
 DEFAULT_LOCAL_WINDOW = 32
 LARGEST_M, LARGEST_WINDOW, LARGEST_LENGTH, LARGEST_SEED = 2**16, 2**20, 2**31, 2**31
 
-RULES = ("decay", "gated", "delta", "gated_delta", "add", LOCAL)
+RULES = ("decay", "gated", "delta", "gated_delta", "add", LOCAL, "abc", "linformer")
 FEATURE_MAPS = ("none", "relu", "elu", "dpfp", "favor+", "rfa")
 POSITIVE_MAPS = ("relu", "elu", "dpfp", "favor+")
 NORMALIZERS = ("none", "attention", "sum", "attention+sum", "unit")
@@ -28,7 +28,9 @@ MIXES = ("constant", "token")
 PROJECTIONS = ("own", "shared")
 FORGETTING_RULES = ("decay", "gated", "gated_delta")
 UNIT_RULES = ("delta", "gated_delta")
-RULES_WITHOUT_GATES = ("add", LOCAL)
+RULES_WITHOUT_GATES = ("add", LOCAL, "linformer")
+# Bounded memories of m slots, each with a key and a value, which softmax attention reads.
+SLOT_RULES = ("abc", "linformer")
 
 # The best configuration of each rule in the paper's Table 1. gated_delta is not in the paper.
 _BEST_MAP = {"delta": "relu"}
@@ -51,7 +53,13 @@ class FastWeightsConfig:
     """
 
     rule: str = setting("decay", "Update rule that replaces softmax attention.", RULES)
-    m: int = setting(32, "State width: each head has a state of d x m. Not used by the local rule.", ge=1, le=LARGEST_M)
+    m: int = setting(
+        32,
+        "State width: each head has a state of d x m. For abc and linformer the number of slots, each with a key and a "
+        "value. Not used by the local rule.",
+        ge=1,
+        le=LARGEST_M,
+    )
     feature_map: str | None = setting(
         None, "Feature map of queries and keys; by default the best one for the rule in the paper.", FEATURE_MAPS
     )
@@ -96,7 +104,7 @@ class FastWeightsConfig:
     projections: str = setting(
         "own",
         "Queries, keys and values of the state: from projections of its own, or shared with the window. Sharing needs "
-        "a window, no feature map, and m equal to the model's head dimension.",
+        "a window, no feature map, and m equal to the model's head dimension (any m for abc and linformer).",
         PROJECTIONS,
     )
     gate_rank: int | None = setting(
@@ -116,7 +124,12 @@ class FastWeightsConfig:
     layers: tuple[int, ...] | None = setting(
         None, "Layers to convert, counted from 0; the others remain attention. By default all layers."
     )
-    train_length: int = setting(1024, "Longest memory of log gates, in tokens.", ge=1, le=LARGEST_LENGTH)
+    train_length: int = setting(
+        1024,
+        "Longest memory of log gates, in tokens; for linformer the number of tokens of a document that its slots take.",
+        ge=1,
+        le=LARGEST_LENGTH,
+    )
     positions: str = setting(
         "error",
         "What to do beyond the end of a learned position table (GPT-2, OPT): raise an error, or clamp "
@@ -219,6 +232,11 @@ class FastWeightsConfig:
                 "and has no projection_init",
             ),
             (
+                self.has_slots and (self.feature_map, self.normalize) != ("none", "none"),
+                f"{self.rule} reads its slots by softmax attention: it has no feature map and no normalizer (use "
+                "feature_map='none', normalize='none')",
+            ),
+            (
                 self.rule == "gated_delta" and self.normalizes_attention,
                 "the gated_delta rule has no attention normalization: its keys should have unit length "
                 "(use normalize='unit')",
@@ -266,6 +284,11 @@ class FastWeightsConfig:
     def normalizes_unit(self) -> bool:
         """Whether the features of a query or key are scaled to unit length."""
         return self.normalize == "unit"
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether the state is a memory of m slots, each with a key and a value, instead of a matrix."""
+        return self.rule in SLOT_RULES
 
     @property
     def shares_projections(self) -> bool:

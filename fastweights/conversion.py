@@ -114,7 +114,10 @@ def _new_layer(
 
 
 # Modules of a converted layer that are new, and norms. They are small, so LoRA trains and saves them completely.
-_SMALL_MODULES = ("gates.f", "gates.z", "gates.g", "gate_down", "feature_map", "output_norm", "mix", "q_norm", "k_norm")
+_SMALL_MODULES = (
+    *("gates.f", "gates.z", "gates.g", "gates.s", "gates.weight", "gate_down"),
+    *("feature_map", "output_norm", "mix", "q_norm", "k_norm"),
+)
 
 
 def lora_modules(model: Any) -> dict[str, list[str]]:

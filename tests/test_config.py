@@ -23,6 +23,8 @@ DEFAULTS = {
     "delta": ("relu", "sum", 0, "uniform"),
     "gated_delta": ("none", "unit", 0, "log"),
     "local": ("none", "none", 32, "uniform"),
+    "abc": ("none", "none", 0, "uniform"),
+    "linformer": ("none", "none", 0, "uniform"),
 }
 VALID: list[dict[str, Any]] = [
     *({"rule": rule} for rule in RULES),
@@ -37,6 +39,9 @@ VALID: list[dict[str, Any]] = [
     {"rule": "gated_delta", "window": 1, "projections": "shared", "gate_rank": 1},
     {"rule": "decay", "window": 4, "gate_init": "log", "projections": "shared", "state_heads": "kv"},
     {"rule": "add", "window": 4, "mix": "token", "gate_rank": 4},
+    {"rule": "abc", "m": 64, "gate_rank": 4, "output_norm": True, "rotary": "drop", "state_heads": "kv"},
+    {"rule": "abc", "window": 4, "projections": "shared"},
+    {"rule": "linformer", "window": 4, "mix": "token", "gate_rank": 4, "train_length": 512},
     {"rule": "local", "sinks": 4},
     {"rule": "decay", "window": 2, "sinks": 1},
     {"rule": "add", "layers": (0, 3, 5), "positions": "clamp", "feature_map": "rfa", "m": 4},
@@ -81,6 +86,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"gate_rank": 0}, r"gate_rank must be between 1 and 65,536, found 0"),
     ({"gate_rank": 1.5}, r"gate_rank must be a whole number or empty, found 1.5"),
     ({"rule": "add", "gate_rank": 4}, r"gate_rank is for gates, .* none; found rule='add', mix='constant'"),
+    ({"rule": "linformer", "gate_rank": 4}, r"gate_rank is for gates, .* none; found rule='linformer', mix='constant'"),
     ({"rule": "local", "gate_rank": 4}, r"gate_rank is for gates, .* none; found rule='local', mix='constant'"),
     ({"train_length": 0}, r"train_length must be between 1 and 2,147,483,648, found 0"),
     ({"train_length": 10**22}, r"train_length must be between 1 and 2,147,483,648, found 1"),
@@ -105,6 +111,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rule": "delta", "gate_init": "log"}, r"use one of the rules decay, gated, gated_delta"),
     ({"rule": "delta", "gate_init": "teacher"}, r"gate_init='teacher' spreads forget gates: use one of the rules"),
     ({"rule": "local", "gate_init": "log"}, r"use one of the rules decay, gated, gated_delta"),
+    ({"rule": "abc", "gate_init": "log"}, r"rule='abc'.*spreads forget gates: use one of the rules decay"),
+    ({"rule": "linformer", "gate_init": "teacher"}, r"rule='linformer'.*use one of the rules decay"),
+    ({"rule": "abc", "feature_map": "relu"}, r"feature_map='relu'.*abc reads its slots .* \(use feature_map='none'"),
+    (
+        {"rule": "linformer", "normalize": "attention"},
+        r"='attention'.*linformer reads its slots .* no normalizer",
+    ),
+    ({"rule": "linformer", "normalize": "unit"}, r"rule='linformer'.*reads its slots"),
     ({"rule": "gated_delta", "normalize": "attention"}, r"the gated_delta rule has no attention normalization"),
     (
         {"rule": "gated_delta", "feature_map": "relu", "normalize": "attention+sum"},

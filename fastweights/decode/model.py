@@ -486,29 +486,29 @@ class DecodeRecurrence:
 
     def __init__(self, rule: RecurrentAttention, context: DecodeContext, inputs: LayerInputs) -> None:
         self.rule, self.config = rule, rule.config
-        self.kernels, self.overlap = context.kernels, context.overlap
+        self.by_position, self.positions = RULES[self.config.rule].by_position, context.positions
+        self.kernels, self.overlap = context.kernels and not self.config.has_slots, context.overlap
         self.heads = inputs.heads[0]
         (batch, kv_heads, d), states = self.heads.v.shape, rule.states
         self.states_per_key = states // kv_heads
         self.gate_logits, start = [], 0
-        for name, width in RULES[self.config.rule].gates.items():
+        for name, width in {} if self.by_position else RULES[self.config.rule].gates.items():
             linear: Any = rule.gates[name]
             end = start + linear.out_features
             logits, start = inputs.logits[:, start:end], end
             self.gate_logits.append(logits if width == "1" else logits.unflatten(1, (states, -1)))
         dtype = torch.promote_types(context.dtype, torch.float32)
-        rows = d + self.config.normalizes_attention
-        self.state = torch.zeros(batch, states, rows, self.config.m, dtype=dtype, device=context.device)
+        self.state = torch.zeros(batch, *rule.state_shape, dtype=dtype, device=context.device)
         self.y = context.buffer(self.heads.q.shape[1], d)
         self.no_feature_map = type(rule.feature_map) is Identity
         plain = self.no_feature_map and not self.config.normalizes_sum and self.heads.projections.q_norm is None
-        self.fused = context.kernels and plain
+        self.fused = self.kernels and plain
 
     def step(self) -> Tensor:
         """Update the state with the current token and return y [B,H,d]."""
         heads, normalize = self.heads, self.config.normalizes_attention
         q, k, v = (heads.q, heads.k, heads.v) if self.fused else self._features()
-        arguments = (self.config.rule, self.state, q, k, v, self.gate_logits)
+        arguments = (self.config.rule, self.state, q, k, v, self._gates())
         if not self.kernels:
             y = step_torch(*arguments, normalize)
         else:
@@ -517,6 +517,11 @@ class DecodeRecurrence:
             step_kernel(*arguments, self.y, normalize, rotary, key_scale, unit, self.overlap)
             y = self.y
         return y if self.rule.output_norm is None else self.rule.output_norm(y)
+
+    def _gates(self) -> list[Tensor]:
+        if not self.by_position:
+            return self.gate_logits
+        return [gate(self.positions)[:, None].expand(-1, self.rule.states, -1) for gate in self.rule.gates.values()]
 
     def _features(self) -> tuple[Tensor, Tensor, Tensor]:
         (q, k), v = self.heads.normed_and_rotated(), self.heads.v
@@ -751,7 +756,7 @@ def _as_window(
 def _gate_weights(attention: FastWeightsAttention) -> list[tuple[Tensor, Tensor | None]]:
     """Weights and biases of a layer's gates, in the rule's order, and of a mix that follows the token."""
     pairs: list[tuple[Tensor, Tensor | None]] = []
-    if attention.rule is not None:
+    if attention.rule is not None and not RULES[attention.rule.config.rule].by_position:
         pairs += [_weight(linear) for linear in attention.rule.gates.values()]
     if attention.mix is not None and attention.mix.from_token is not None:
         pairs.append((_weight(attention.mix.from_token)[0], attention.mix.logit.detach()))

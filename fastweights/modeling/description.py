@@ -7,6 +7,7 @@ its sliding window, where it has one); a converted layer has a state of constant
 from __future__ import annotations
 
 import copy
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from fastweights.model_paths import CONFIG, FAIRSEQ, locate
 from fastweights.modeling import fairseq
 from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.families import Family, family_of
-from fastweights.modeling.layer import AttentionShape, FastWeightsAttention
+from fastweights.modeling.layer import AttentionShape, FastWeightsAttention, state_shape
 from fastweights.modeling.source_files import check_config, empty_model, loading_errors, read_config
 from fastweights.modeling.window import cached_tokens
 
@@ -160,14 +161,10 @@ def _token_bytes(shape: AttentionShape, dtype: torch.dtype) -> int:
 
 
 def _state_bytes(shape: AttentionShape, config: FastWeightsConfig, dtype: torch.dtype) -> int:
-    """Bytes of a converted layer: the state [S,d,m] in at least float32, one more row for a normalizer, and the cached
-    keys and values of a window.
-    """
+    """Bytes of a converted layer: its state, in at least float32, and the cached keys and values of a window."""
     state = 0
     if config.rule != LOCAL:
-        states = shape.heads if config.state_heads == "query" else shape.kv_heads
-        rows = shape.head_dim + config.normalizes_attention
-        state = states * rows * config.m * torch.promote_types(dtype, torch.float32).itemsize
+        state = math.prod(state_shape(shape, config)) * torch.promote_types(dtype, torch.float32).itemsize
     mask_byte = 1
     cached = cached_tokens(shape.window(config), config.sinks) if config.window else 0
     return state + cached * (_token_bytes(shape, dtype) + mask_byte)

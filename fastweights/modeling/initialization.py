@@ -348,9 +348,16 @@ def log_gate(rows: int, count: int, longest: int, generator: torch.Generator) ->
     return torch.stack([steps[torch.randperm(count, generator=generator)] for _ in range(rows)])
 
 
+def block_means(length: int, m: int) -> Tensor:
+    """Weights [N,m] with which each slot ends as the mean of one of m consecutive blocks of N tokens."""
+    slot = torch.arange(length) * m // length
+    weights = torch.zeros(length, m).scatter_(1, slot[:, None], 1.0)
+    return weights / weights.sum(0).clamp(min=1)
+
+
 def _initialize_gates(rule: RecurrentAttention, shape: AttentionShape, generator: torch.Generator) -> None:
-    """Set the gates. They start independent of the token, and values or keys are scaled so that the first steps do not
-    overflow.
+    """Set the gates. Those that forget start independent of the token, and values or keys are scaled so that the first
+    steps do not overflow.
     """
     config, states, d = rule.config, rule.states, shape.head_dim
     log = config.spreads_gates
@@ -374,6 +381,13 @@ def _initialize_gates(rule: RecurrentAttention, shape: AttentionShape, generator
     elif config.rule == "gated_delta":
         _set_bias(rule, "f", _key_gates(rule, shape, generator))
         _set_bias(rule, "g", torch.full((states,), math.log(GATED_DELTA_GATE / (1 - GATED_DELTA_GATE))))
+    elif config.rule == "abc":
+        # Random: slots that start with equal controls would hold the same forever.
+        control: Any = rule.gates["s"]
+        control.weight.copy_(torch.randn(control.weight.shape, generator=generator) / control.in_features**0.5)
+    elif config.rule == "linformer":
+        table: Any = rule.gates["weight"]
+        table.weight.copy_(block_means(config.train_length, config.m))
     elif sums_values(config):
         if rule.projections is not None:
             _scale_rows(rule.projections.v_proj, torch.tensor(ADD_VALUE_SCALE))

@@ -1,7 +1,7 @@
 """The layer that replaces attention: projections, gates, rule and state.
 
-Shapes: x [B,T,D]   q [B,T,H,r]   k [B,T,S,r]   v [B,T,S,d]   y [B,T,H,d]   state [B,S,d,m]
-H query heads, S states (S = H, or one for each key-value head), r the input width of the feature map.
+Shapes: x [B,T,D]   q [B,T,H,r]   k [B,T,S,r]   v [B,T,S,d]   y [B,T,H,d]   state [B,S,d,m], with slots [B,S,d+r+1,m]
+H query heads, S states (S = H, or one for each key-value head), r the width of queries and keys.
 """
 
 from __future__ import annotations
@@ -192,6 +192,33 @@ class LocalAttention(nn.Module):
         return y
 
 
+class PositionWeights(nn.Module):
+    """Weights that are looked up by a token's position in its document: weight [N,m], zero from position N on.
+
+    All states of a layer have the same ones, as Linformer's projections are shared by its heads.
+    """
+
+    def __init__(self, length: int, m: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(length, m))
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """The weights [...,m] of positions [...]."""
+        length = len(self.weight)
+        return self.weight[positions.clamp(max=length - 1)].masked_fill((positions >= length)[..., None], 0)
+
+
+def positions_after(seen: Tensor, batch: int, length: int, info: SequenceInfo) -> Tensor:
+    """The position of each token in its document, [B,T], where the first document continues after `seen` [B] tokens."""
+    real = torch.ones(batch, length, dtype=torch.long, device=seen.device) if info.mask is None else info.mask.long()
+    before = real.cumsum(1) - real
+    if info.reset is None:
+        return before + seen[:, None]
+    # How many tokens came before the document; fewer than none in one that continues.
+    start = torch.where(info.reset, before, -seen[:, None]).cummax(1).values
+    return before - start
+
+
 class RecurrentAttention(nn.Module):
     """An update rule with its projections (None: the window's), feature map and gates."""
 
@@ -200,26 +227,30 @@ class RecurrentAttention(nn.Module):
     def __init__(self, shape: AttentionShape, config: FastWeightsConfig) -> None:
         super().__init__()
         self.config = config
-        self.states = states = shape.heads if config.state_heads == "query" else shape.kv_heads
+        self.state_shape = state_shape(shape, config)
+        self.states = states = self.state_shape[0]
         self.projections: Projections | None = None
         if not config.shares_projections:
-            width = input_width(str(config.feature_map), config.m, shape.head_dim)
-            self.projections = Projections(shape, states, width, rotary_pair_count(shape, config))
+            self.projections = Projections(shape, states, qk_width(shape, config), rotary_pair_count(shape, config))
         self.feature_map = MAPS[str(config.feature_map)](states, config.m, shape.head_dim)
-        gate_widths = {"m": config.m, "d": shape.head_dim, "1": 1}
         self.gates = nn.ModuleDict(
-            {
-                name: nn.Linear(config.gate_rank or shape.width, states * gate_widths[width])
-                for name, width in RULES[config.rule].gates.items()
-            }
+            {name: self._new_gate(shape, width) for name, width in RULES[config.rule].gates.items()}
         )
         self.output_norm = HeadNorm(shape.heads, shape.head_dim) if config.output_norm else None
         self.register_buffer("key_scale", torch.ones(states, config.m) if scales_keys(config) else None)
 
+    def _new_gate(self, shape: AttentionShape, width: str) -> nn.Module:
+        config = self.config
+        if RULES[config.rule].by_position:
+            return PositionWeights(config.train_length, config.m)
+        outputs = self.states * {"m": config.m, "d": shape.head_dim, "1": 1}[width]
+        # A constant in the control of a slot would change all its weights alike, and so nothing.
+        return nn.Linear(config.gate_rank or shape.width, outputs, bias=not config.has_slots)
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, gate_input: Tensor, info: SequenceInfo, layer_cache: Any
     ) -> Tensor:
-        config = self.config
+        config, state = self.config, None if layer_cache is None else layer_cache.get("state")
         if k.shape[2] < self.states:  # the window's, of which several states use one
             k, v = (x.repeat_interleave(self.states // k.shape[2], dim=2) for x in (k, v))
         q, k = self.feature_map(q), self.feature_map(k)
@@ -234,8 +265,8 @@ class RecurrentAttention(nn.Module):
             q,
             k,
             v,
-            self.gate_logits(gate_input),
-            state=None if layer_cache is None else layer_cache.get("state"),
+            self._gates(gate_input, state, info),
+            state=state,
             normalize=config.normalizes_attention,
             mask=info.mask,
             reset=info.reset,
@@ -244,6 +275,14 @@ class RecurrentAttention(nn.Module):
             layer_cache.put("state", state)
         return y if self.output_norm is None else self.output_norm(y)
 
+    def _gates(self, gate_input: Tensor, state: Tensor | None, info: SequenceInfo) -> tuple[Tensor, ...]:
+        if not RULES[self.config.rule].by_position:
+            return self.gate_logits(gate_input)
+        batch, length = gate_input.shape[:2]
+        seen = gate_input.new_zeros(batch, dtype=torch.long) if state is None else tokens_seen(state)
+        positions = positions_after(seen, batch, length, info)
+        return tuple(gate(positions)[:, :, None].expand(-1, -1, self.states, -1) for gate in self.gates.values())
+
     def gate_logits(self, gate_input: Tensor) -> tuple[Tensor, ...]:
         """The rule's gate logits [B,T,S,m], [B,T,S,d] or [B,T,S], in the order of its gates."""
         logits = []
@@ -251,6 +290,23 @@ class RecurrentAttention(nn.Module):
             logit = project(self.gates[name], gate_input)
             logits.append(logit if width == "1" else logit.unflatten(-1, (self.states, -1)))
         return tuple(logits)
+
+
+def tokens_seen(state: Tensor) -> Tensor:
+    """The number of tokens [B] in a state of linformer, whose last row counts them."""
+    return state[:, 0, -1, 0].long()
+
+
+def state_shape(shape: AttentionShape, config: FastWeightsConfig) -> tuple[int, int, int]:
+    """The shape of a rule's state, [S,d,m], with one more row for a normalizer; with slots [S,d+r+1,m]."""
+    states = shape.heads if config.state_heads == "query" else shape.kv_heads
+    rows = RULES[config.rule].state_rows(shape.head_dim, qk_width(shape, config)) + config.normalizes_attention
+    return states, rows, config.m
+
+
+def qk_width(shape: AttentionShape, config: FastWeightsConfig) -> int:
+    """Width r of queries and keys before the feature map: that of the pretrained ones if they attend to slots."""
+    return shape.head_dim if config.has_slots else input_width(str(config.feature_map), config.m, shape.head_dim)
 
 
 def scales_keys(config: FastWeightsConfig) -> bool:
@@ -273,7 +329,7 @@ def sums_values(config: FastWeightsConfig) -> bool:
 
 def rotary_pair_count(shape: AttentionShape, config: FastWeightsConfig) -> int:
     """How many rotary pairs narrower queries and keys keep: the same proportion as in the model."""
-    width = input_width(str(config.feature_map), config.m, shape.head_dim)
+    width = qk_width(shape, config)
     if config.rotary == "drop" or not shape.rotary_dim:
         return 0
     if width >= shape.head_dim:
@@ -283,7 +339,7 @@ def rotary_pair_count(shape: AttentionShape, config: FastWeightsConfig) -> int:
 
 def check_sizes(shape: AttentionShape, config: FastWeightsConfig) -> None:
     """Raise ConfigError if a setting does not fit the sizes of a model's attention."""
-    if config.shares_projections and config.m != shape.head_dim:
+    if config.shares_projections and config.m != shape.head_dim and not config.has_slots:
         raise ConfigError(
             Argument("projections"),
             "='shared' needs ",

@@ -232,11 +232,10 @@ def _layer_tensors(model: Any, cache: FastWeightsCache, batch: int, header: Cont
 
 
 def _state_tensors(attention: FastWeightsAttention, batch: int) -> dict[str, Expected]:
-    shape, config = attention.shape, attention.config
+    shape = attention.shape
     tensors: dict[str, Expected] = {}
     if attention.rule is not None:
-        rows = shape.head_dim + config.normalizes_attention
-        tensors["state"] = (FLOATS, (batch, attention.rule.states, rows, config.m))
+        tensors["state"] = (FLOATS, (batch, *attention.rule.state_shape))
     if attention.window is not None:
         cached = cached_tokens(attention.window.window, attention.window.sinks)
         tensors |= dict.fromkeys(("k", "v"), (FLOATS, (batch, cached, shape.kv_heads, shape.head_dim)))

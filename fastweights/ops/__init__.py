@@ -2,6 +2,7 @@
 
 Shapes: q [B,T,G*H,m]   k [B,T,H,m]   v [B,T,H,d]   f_logit [B,T,H,m]   z_logit [B,T,H,d]   g_logit [B,T,H]
         state [B,H,d,m], float32 (float64 for float64 inputs)   mask, reset [B,T] bool   ->   y [B,T,G*H,d], state
+        abc, linformer: q [B,T,G*H,r]   k [B,T,H,r]   s_logit, weight [B,T,H,m]   state [B,H,d+r+1,m]
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from torch import Tensor
 
 from fastweights.ops.chunked import chunked
 from fastweights.ops.device import unsupported_reason
+from fastweights.ops.slots import run_slots
 from fastweights.rules import RULES, loop
 from fastweights.rules.normalizer import divide, join_state, split_state, with_ones
 from fastweights.utils.errors import Argument, FastWeightsError
 
-__all__ = ["BACKENDS", "add", "apply", "decay", "delta", "gated", "gated_delta", "use_backend"]
+__all__ = ["BACKENDS", "abc", "add", "apply", "decay", "delta", "gated", "gated_delta", "linformer", "use_backend"]
 
 
 def _triton(*args: Any, float32_output: bool = False) -> tuple[Tensor, Tensor]:
@@ -223,6 +225,77 @@ def gated_delta(
     return apply("gated_delta", q, k, v, (f_logit, g_logit), state, False, mask, reset, backend)
 
 
+def abc(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s_logit: Tensor,
+    state: Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    reset: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Attention with bounded memory: m slots average keys K and values V with weights exp(s), y = V softmax(K^T q).
+
+    The rows of the state are the d elements of the slots' values, the r elements of their keys, and the sum of the
+    weights so far. A state of zeros is an empty memory.
+
+    Args:
+        q: queries [B,T,G*H,r], with the scale of the attention logits; G query heads read each state.
+        k: keys [B,T,H,r].
+        v: values [B,T,H,d].
+        s_logit: the control [B,T,H,m]: logits of the token's weight in each slot. They are limited to +-60.
+        state: initial state [B,H,d+r+1,m]. None: zeros.
+        mask: [B,T] bool, False at padding: the state is unchanged there and y is 0. None: no padding.
+        reset: [B,T] bool, True at the first token of a document: it starts from a zero state. None: no boundaries.
+        backend: "loop", "chunked", "triton", or "auto" for the fastest that supports the inputs.
+
+    Returns:
+        y [B,T,G*H,d] in v's dtype, and the state after the last token, in float32 (float64 for float64 inputs).
+
+    Raises:
+        FastWeightsError: if a shape, dtype or device does not fit, or the backend cannot run. It names the argument.
+    """
+    return apply("abc", q, k, v, (s_logit,), state, False, mask, reset, backend)
+
+
+def linformer(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    state: Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    reset: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Causal Linformer: m slots add up weighted keys K and values V, y = V softmax(K^T q).
+
+    The rows of the state are the d elements of the slots' values, the r elements of their keys, and the number of
+    tokens so far, from which a caller who looks up weights by position finds the positions. A state of zeros is an
+    empty memory.
+
+    Args:
+        q: queries [B,T,G*H,r], with the scale of the attention logits; G query heads read each state.
+        k: keys [B,T,H,r].
+        v: values [B,T,H,d].
+        weight: weight [B,T,H,m] of the token in each slot, of either sign.
+        state: initial state [B,H,d+r+1,m]. None: zeros.
+        mask: [B,T] bool, False at padding: the state is unchanged there and y is 0. None: no padding.
+        reset: [B,T] bool, True at the first token of a document: it starts from a zero state. None: no boundaries.
+        backend: "loop", "chunked", "triton", or "auto" for the fastest that supports the inputs.
+
+    Returns:
+        y [B,T,G*H,d] in v's dtype, and the state after the last token, in float32 (float64 for float64 inputs).
+
+    Raises:
+        FastWeightsError: if a shape, dtype or device does not fit, or the backend cannot run. It names the argument.
+    """
+    return apply("linformer", q, k, v, (weight,), state, False, mask, reset, backend)
+
+
 def apply(
     name: str,
     q: Tensor,
@@ -235,16 +308,21 @@ def apply(
     reset: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Run the rule called `name` ("add", "gated", "delta", "decay" or "gated_delta").
+    """Run the rule called `name` ("add", "gated", "delta", "decay", "gated_delta", "abc" or "linformer").
 
-    `gate_logits` are the logits of the gates in the order of the rule's own function. The other arguments, the
-    results and the errors are those of that function.
+    `gate_logits` are the logits of the gates, or the weights of linformer, in the order of the rule's own function. The
+    other arguments, the results and the errors are those of that function.
     """
     _check(name, q, k, v, gate_logits, state, normalize, mask, reset)
-    backend = _choose(_override[-1] if _override else backend, q, k, v)
+    slots = RULES[name].slots
+    widest = max(k.shape[-1], gate_logits[0].shape[-1]) if slots else k.shape[-1]
+    backend = _choose(_override[-1] if _override else backend, q, k, v, widest)
     dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
     inputs, run = [q, k, v, *gate_logits], BACKENDS[backend]
-    if backend != "triton":  # the kernels read inputs of any dtype and convert inside
+    if slots and backend != "loop":
+        run = functools.partial(run_slots, run)
+    # The kernels read inputs of any dtype and convert inside. Shares of a slot are too small for that.
+    if slots or backend != "triton":
         inputs = [x.to(dtype) for x in inputs]
     elif normalize:  # so that y is not rounded before the division
         run = functools.partial(run, float32_output=True)
@@ -269,12 +347,12 @@ def _run(name, run, normalize, inputs, state, mask, reset) -> tuple[Tensor, Tens
     return divide(y.to(values.dtype), divisor.to(values.dtype)), join_state(values, total)
 
 
-def _choose(backend: str, q: Tensor, k: Tensor, v: Tensor) -> str:
-    """The backend to run; "auto" is the fastest that can run on these tensors."""
+def _choose(backend: str, q: Tensor, k: Tensor, v: Tensor, m: int) -> str:
+    """The backend to run; "auto" is the fastest that can run on these tensors, with states of up to m columns."""
     _check_backend(backend)
     if backend not in ("auto", "triton"):
         return backend
-    reason = _kernels_unsupported_reason(q, k, v)
+    reason = _kernels_unsupported_reason(q, k, v, m)
     if reason is None and (v.device.type == "cuda" or backend == "triton"):
         return "triton"
     if backend == "triton":
@@ -289,10 +367,10 @@ def _check_backend(backend: str) -> None:
         )
 
 
-def _kernels_unsupported_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Why the Triton kernels cannot run on these tensors; None if they can."""
-    if k.shape[-1] > WIDEST_M:
-        return f"it has states of m up to {WIDEST_M}, found {k.shape[-1]}"
+def _kernels_unsupported_reason(q: Tensor, k: Tensor, v: Tensor, m: int) -> str | None:
+    """Why the Triton kernels cannot run on these tensors with states of up to m columns; None if they can."""
+    if m > WIDEST_M:
+        return f"it has states of m up to {WIDEST_M}, found {m}"
     if not (k.numel() and v.numel()):
         return f"there is nothing to compute, found k {list(k.shape)} and v {list(v.shape)}"
     return unsupported_reason(v.device, q.dtype, k.dtype, v.dtype, interpreter=True)
@@ -317,20 +395,23 @@ def _check(name, q, k, v, gate_logits, state, normalize, mask, reset) -> None:
     if v.ndim != 4:
         raise FastWeightsError(Argument("v"), f" must be [B,T,H,d], found {list(v.shape)}")
     (batch, length, heads, m), d = k.shape, v.shape[-1]
-    widths = {"m": (m,), "d": (d,), "1": ()}
     expected: dict[str, tuple] = {"q": (q, (batch, length, q.shape[2], m)), "v": (v, (batch, length, heads, d))}
-    gates = RULES[name].gates
+    rule, rows = RULES[name], RULES[name].state_rows(d, m)
+    gates = rule.arguments
     if len(gate_logits) != len(gates):
         raise FastWeightsError(
-            f"{name} takes {len(gates)} gate logits ({', '.join(gates) or 'none'}), found {len(gate_logits)}"
+            f"{name} takes {len(gates)} gate logits ({', '.join(rule.gates) or 'none'}), found {len(gate_logits)}"
         )
+    if rule.slots:  # m counts the slots, which are as many as the gate has elements
+        m = 1 if gate_logits[0] is None or gate_logits[0].ndim != 4 else max(1, gate_logits[0].shape[-1])
+    widths = {"m": (m,), "d": (d,), "1": ()}
     for (gate, width), logit in zip(gates.items(), gate_logits, strict=True):
         if logit is None:
             raise FastWeightsError(
-                f"{name}: ", Argument(f"{gate}_logit"), f" must be {[batch, length, heads, *widths[width]]}, found None"
+                f"{name}: ", Argument(gate), f" must be {[batch, length, heads, *widths[width]]}, found None"
             )
-        expected[f"{gate}_logit"] = (logit, (batch, length, heads, *widths[width]))
-    expected["state"] = (state, (batch, heads, d + int(normalize), m))
+        expected[gate] = (logit, (batch, length, heads, *widths[width]))
+    expected["state"] = (state, (batch, heads, rows + int(normalize), m))
     expected |= {"mask": (mask, (batch, length)), "reset": (reset, (batch, length))}
     for argument, (tensor, shape) in expected.items():
         if tensor is not None and tuple(tensor.shape) != shape:

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from fastweights.ops import tiled, wy
 from fastweights.ops.tiles import CHUNK
 from fastweights.rules import DELTA_RULES, Rule
-from fastweights.rules.base import MIN_GATE_LOGIT, zero_state
+from fastweights.rules.base import MIN_GATE_LOGIT
 
 
 def chunked(
@@ -29,7 +29,7 @@ def chunked(
     reset: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run a rule over sequences; arguments and results are those of rules.loop."""
-    state = zero_state(k, v) if state is None else state
+    state = rule.zero_state(k, v, gate_logits) if state is None else state
     groups = q.shape[2] // k.shape[2]
     if groups > 1:
         k, v, *repeated = (x.repeat_interleave(groups, dim=2) for x in (k, v, *gate_logits))

@@ -4,6 +4,7 @@ Addresses are static and the host takes no part, so the kernels can be captured 
 
 Shapes: state [B,S,d,m] float32, contiguous   q [B,G*S,m]   k [B,S,m]   v [B,S,d]   gate logits [B,S,m], [B,S,d], [B,S]
         -> y [B,G*S,d].   normalize=True: the state's last row is the normalizer, [B,S,d+1,m].
+        abc, linformer: state [B,S,d+r+1,m]   q [B,G*S,r]   k [B,S,r]   control or weights [B,S,m]
 S states (key-value heads), each read by G query heads.
 """
 
@@ -16,8 +17,9 @@ import torch
 from torch import Tensor
 
 from fastweights.ops.device import multiprocessors, shared_bytes, unsupported_reason
-from fastweights.rules import DELTA_RULES
-from fastweights.rules.base import MIN_GATE_LOGIT
+from fastweights.rules import DELTA_RULES, RULES
+from fastweights.rules.abc import control_weight
+from fastweights.rules.base import MIN_GATE, MIN_GATE_LOGIT
 from fastweights.rules.normalizer import divide
 
 
@@ -46,19 +48,20 @@ def step(
     """Update a state by one token, in place, and read it.
 
     Args:
-        rule: "add", "gated", "delta", "decay" or "gated_delta".
-        state: [B,S,d,m] float32, contiguous; [B,S,d+1,m] with `normalize`. Changed in place.
+        rule: "add", "gated", "delta", "decay", "gated_delta", "abc" or "linformer".
+        state: [B,S,d,m] float32, contiguous; [B,S,d+1,m] with `normalize`, [B,S,d+r+1,m] for abc and linformer.
+            Changed in place.
         q: queries [B,G*S,m].
         k: keys [B,S,m].
         v: values [B,S,d].
         gate_logits: the rule's gate logits: decay f [B,S,m] and z [B,S,d]; gated and delta g [B,S]; gated_delta f and
-            g; add none.
-        normalize: divide by the normalizer; not for decay and gated_delta, which have none.
+            g; add none; abc its control, linformer its weights [B,S,m].
+        normalize: divide by the normalizer; only for add, gated and delta, which have one.
 
     Returns:
         y [B,G*S,d] in v's dtype, read from the state after the update.
     """
-    if has_kernels(v.device, v.dtype):
+    if has_kernels(v.device, v.dtype) and not RULES[rule].slots:
         y = v.new_empty(v.shape[0], q.shape[1], v.shape[2])
         step_kernel(rule, state, q, k, v, gate_logits, y, normalize)
         return y
@@ -74,10 +77,12 @@ def step_torch(
     gate_logits: Sequence[Tensor],
     normalize: bool = False,
 ) -> Tensor:
-    """`step` in plain torch, for devices without the kernels."""
+    """`step` in plain torch, for devices without the kernels and for the rules with slots, which have none."""
     dtype, (batch, states, _, m) = v.dtype, state.shape
     if dtype != state.dtype or q.dtype != dtype:
         q, k, v, *gate_logits = (x.to(state.dtype) for x in (q, k, v, *gate_logits))
+    if RULES[rule].slots:
+        return _step_slots(rule, state, q, k, v, gate_logits[0]).to(dtype)
     values, total = (state[..., :-1, :], state[..., -1, :]) if normalize else (state, None)
     if rule == "decay":
         f, z = (logit.clamp(min=MIN_GATE_LOGIT).sigmoid_() for logit in gate_logits)
@@ -98,6 +103,23 @@ def step_torch(
         total.add_(k)
     y = torch.bmm(q.reshape(batch * states, -1, m), state.flatten(0, 1).mT).view(batch, q.shape[1], -1)
     return (divide(y[..., :-1], y[..., -1:]) if normalize else y).to(dtype)
+
+
+def _step_slots(rule: str, state: Tensor, q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
+    """One step of a rule with slots: keys and values are updated together. Returns y [B,G*S,d]."""
+    slots, total, d = state[..., :-1, :], state[..., -1, :], v.shape[-1]
+    if rule == "linformer":
+        total.add_(1)
+        share = gate
+    else:
+        weight, before = control_weight(gate), total.clone()
+        total.add_(weight)
+        share = weight / total
+        slots.mul_((before / total).clamp_(min=MIN_GATE).unsqueeze(-2))
+    slots.addcmul_(torch.cat([v, k], dim=-1).unsqueeze(-1), share.unsqueeze(-2))
+    values, keys = slots[..., :d, :], slots[..., d:, :]
+    weights = torch.matmul(q.unflatten(1, (k.shape[1], -1)), keys).softmax(-1)
+    return torch.matmul(weights, values.mT).flatten(1, 2)
 
 
 def step_kernel(

@@ -1,6 +1,7 @@
 """The paper's Figure 1: what one layer needs to generate a token after texts of several lengths.
 
 Shapes: x [B,D]   q, k [B,H,m]   v, y [B,H,d]   state [B,H,d,m]   attention: q, k, v [B,H,1,d], cache [B,H,length+1,d]
+        with m slots: q, k [B,H,d]   state [B,H,2d+1,m]
 D = H d. The paper's script has one head: B 32, H 1, d = m = 64.
 """
 
@@ -98,16 +99,21 @@ class RuleLayer(Layer):
     """A rule in its best configuration in the paper.
 
     delta has a ReLU map, whose matrix is part of the projections, and sum normalization. The others have neither;
-    gated_delta, which is not in the paper, has queries and keys of unit length.
+    gated_delta, which is not in the paper, has queries and keys of unit length. abc and linformer have m slots.
     """
 
     def __init__(self, shape: Shape, rule: str) -> None:
-        widths = {"m": shape.m, "d": shape.d, "1": 1}
-        self.rule, self.gates = rule, list(RULES[rule].gates.values())
-        super().__init__(shape, shape.m, shape.m, shape.d, *(widths[gate] for gate in self.gates))
+        widths, update = {"m": shape.m, "d": shape.d, "1": 1}, RULES[rule]
+        self.rule, self.gates = rule, [] if update.by_position else list(update.gates.values())
+        r = shape.d if update.slots else shape.m
+        super().__init__(shape, r, r, shape.d, *(widths[gate] for gate in self.gates))
         self.config = FastWeightsConfig(rule=rule)
         exact = torch.promote_types(shape.dtype, torch.float32)
-        self.state = shape.random(shape.batch, shape.heads, shape.d, shape.m).to(exact)
+        self.state = shape.random(shape.batch, shape.heads, update.state_rows(shape.d, r), shape.m).to(exact)
+        if update.slots:
+            self.state[:, :, -1].abs_()  # totals
+        # those of one position
+        self.weights = (shape.random(shape.m).expand(shape.batch, shape.heads, -1),) if update.by_position else ()
 
     @property
     def cached_bytes(self) -> int:
@@ -122,7 +128,7 @@ class RuleLayer(Layer):
         if self.config.normalizes_unit:
             q, k = unit_normalize(q), unit_normalize(k)
         gates = tuple(logit[..., 0] if width == "1" else logit for logit, width in zip(logits, self.gates, strict=True))
-        return self.out(step(self.rule, self.state, q, k, v, gates))
+        return self.out(step(self.rule, self.state, q, k, v, gates + self.weights))
 
 
 def layer_cost(

@@ -66,8 +66,7 @@ def page_layout(layers: Iterable[FastWeightsAttention], dtype: torch.dtype) -> d
     layers, layout = list(layers), {}
     first, shape = layers[0], layers[0].shape
     if first.rule is not None:
-        rows = shape.head_dim + first.config.normalizes_attention
-        layout["state"] = StateTensor((first.rule.states, rows, first.config.m), torch.float32)
+        layout["state"] = StateTensor(first.rule.state_shape, torch.float32)
     if first.window is not None:
         tokens = max(1, *map(_cached_tokens, layers))  # a window of one token caches none, and a page must not be empty
         layout["k"] = layout["v"] = StateTensor((tokens, shape.kv_heads, shape.head_dim), dtype)

@@ -20,6 +20,8 @@ SETTINGS = [
     dict(rule="decay", m=8, gate_init="log", window=3, projections="shared", state_heads="kv", gate_rank=5),
     dict(rule="add", m=8, window=3, projections="shared"),
     dict(rule="local", window=4),
+    dict(rule="abc", m=5, window=3, projections="shared", state_heads="kv", gate_rank=3),
+    dict(rule="linformer", m=6, train_length=8),
 ]
 LENGTHS = (1, 9, 4)
 WIDE = fw.Sampling(temperature=1.5)

@@ -1,6 +1,7 @@
 """What the tests of the operations share: random inputs, one run with all its gradients, and one relative error.
 
 Shapes: q [B,T,G*H,m]   k [B,T,H,m]   v [B,T,H,d]   gate logits [B,T,H,m], [B,T,H,d] or [B,T,H]   state [B,H,d,m]
+        with slots: q [B,T,G*H,r]   k [B,T,H,r]   control or weights [B,T,H,m]   state [B,H,d+r+1,m]
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ import torch
 from torch import Tensor
 
 from fastweights import ops
-from fastweights.rules import DELTA_RULES, RULES
+from fastweights.rules import DELTA_RULES, MATRIX_RULES, RULES
 
 # Below this norm a tensor is compared as if it had it: what is zero but for rounding (the gradient of a query whose
 # one normalized token puts out v whatever it asks) has no ratio to speak of.
 SMALLEST_NORM = 1e-7
 # Every rule, and every rule that can be normalized with its normalizer.
 CASES = [(name, normalize) for name, rule in RULES.items() for normalize in (False, True)[: 1 + rule.has_normalizer]]
+
+MATRIX_CASES = [case for case in CASES if case[0] in MATRIX_RULES]
 
 
 def case_name(value: object) -> str | None:
@@ -56,26 +59,29 @@ def op_inputs(
     seed: int = 0,
     normalize: bool = False,
     state: bool = True,
+    r: int = 7,
 ) -> dict[str, Tensor]:
     """Arguments of ops.<rule>, by name; the same values for every dtype. With normalize, what is divided by is
-    positive; keys of the delta rules have length 1, without which their state grows without bound."""
+    positive; keys of the delta rules have length 1, without which their state grows without bound. Slots have keys of
+    width r and positive totals, and the weights of linformer are so small that their sums do not saturate softmax."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    inputs = {"q": draw(B, T, groups * H, m), "k": draw(B, T, H, m), "v": draw(B, T, H, d)}
+    width = r if RULES[rule].slots else m
+    inputs = {"q": draw(B, T, groups * H, width), "k": draw(B, T, H, width), "v": draw(B, T, H, d)}
     if normalize:
         inputs |= {name: inputs[name].abs() + 0.1 for name in ("q", "k")}
     if rule in DELTA_RULES:
         inputs["k"] = inputs["k"] / inputs["k"].norm(dim=-1, keepdim=True)
     widths: dict[str, tuple[int, ...]] = {"m": (m,), "d": (d,), "1": ()}
-    for gate, width in RULES[rule].gates.items():
-        uniform = torch.rand((B, T, H, *widths[width]), generator=generator)
-        inputs[f"{gate}_logit"] = low + (high - low) * uniform
+    for gate, columns in RULES[rule].arguments.items():
+        uniform = torch.rand((B, T, H, *widths[columns]), generator=generator)
+        inputs[gate] = (uniform - 0.5) / T**0.5 if RULES[rule].by_position else low + (high - low) * uniform
     if state:
-        inputs["state"] = draw(B, H, d + normalize, m)
-        if normalize:
+        inputs["state"] = draw(B, H, RULES[rule].state_rows(d, width) + normalize, m)
+        if normalize or RULES[rule].slots:
             inputs["state"][:, :, -1].abs_()
     return {name: x.to(dtype) for name, x in inputs.items()}
 
@@ -99,7 +105,8 @@ def run_op(rule: str, inputs: Mapping[str, Tensor], **options: Any) -> tuple[Ten
 
 
 def run_with_gradients(rule: str, inputs: Mapping[str, Tensor], **options: Any) -> dict[str, Tensor]:
-    """y, the end state, and the gradient of every input from both of them together."""
+    """y, the end state, and the gradient of every input from both of them together. The totals of slots, which may be
+    far larger than the rest, are compared by themselves."""
     leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
     y, state = run_op(rule, leaves, **options)
     generator = torch.Generator().manual_seed(99)
@@ -107,4 +114,6 @@ def run_with_gradients(rule: str, inputs: Mapping[str, Tensor], **options: Any) 
     loss = (y * weights[0]).sum() + (state * weights[1]).sum()
     gradients = torch.autograd.grad(loss, list(leaves.values()))
     results = {f"gradient of {name}": grad for name, grad in zip(leaves, gradients, strict=True)}
-    return {"y": y.detach(), "state": state.detach(), **results}
+    y, state = y.detach(), state.detach()
+    parts = {"state": state[:, :, :-1], "totals": state[:, :, -1]} if RULES[rule].slots else {"state": state}
+    return {"y": y, **parts, **results}

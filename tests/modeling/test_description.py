@@ -31,6 +31,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "shared projections, shared states": dict(
         rule="gated_delta", m=8, window=5, projections="shared", state_heads="kv"
     ),
+    "slots": dict(rule="abc", m=5, state_heads="kv", window=3),
+    "slots by position": dict(rule="linformer", m=5),
     "local": dict(rule="local", window=7),
     "hybrid": dict(m=8, layers=(1,), window=3),
 }

@@ -121,7 +121,7 @@ def test_mask_of_another_shape_than_the_tokens_is_refused() -> None:
         model()
 
 
-@pytest.mark.parametrize("rule", ["add", "gated", "delta", "decay", "gated_delta", "local"])
+@pytest.mark.parametrize("rule", ["add", "gated", "delta", "decay", "gated_delta", "local", "abc", "linformer"])
 def test_a_state_can_be_trained_from_and_made_in_inference_mode(rule: str) -> None:
     model, ids, more = converted(rule=rule, m=6), tokens(1, 8), tokens(1, 5, seed=2)
     cache = model(ids, use_cache=True).past_key_values

@@ -245,7 +245,7 @@ PAPER = [
         ("none", "none"),
     )
     if not (rule == "decay" and "attention" in normalize)
-] + [dict(rule="gated_delta", feature_map="none", normalize="unit")]
+] + [dict(rule="gated_delta", feature_map="none", normalize="unit"), dict(rule="abc"), dict(rule="linformer")]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma3_text"])

@@ -21,6 +21,8 @@ VARIANTS = [
     dict(rule="delta", m=6, window=3, output_norm=True, mix="token"),
     dict(rule="gated_delta", m=8, window=3, projections="shared", gate_rank=3),
     dict(rule="gated", m=4, feature_map="rfa", normalize="attention", layers=(1,)),
+    dict(rule="abc", m=4),
+    dict(rule="linformer", m=4, train_length=20),
 ]
 
 
@@ -48,7 +50,8 @@ def test_init_weights_after_meta_device_fills_every_weight_and_buffer(family: st
     model.eval()
     assert torch.isfinite(model(tokens(1, 7)).logits).all()
     expected = converted(family, **settings)
-    drawn = ("key_scale", "gates.f.bias", "gates.g.bias", "mix.logit", "mix.from_token", "gate_down", "feature_map")
+    drawn = ("key_scale", "gates.f.bias", "gates.g.bias", "gates.s.weight", "gates.weight.weight", "mix.logit")
+    drawn += ("mix.from_token", "gate_down", "feature_map")
     for name, tensor in expected.state_dict().items():
         if any(part in name for part in drawn):
             assert torch.equal(model.state_dict()[name], tensor), f"{name} starts as in a conversion"

@@ -63,6 +63,7 @@ def test_steps_of_a_rule_equal_its_loop(rule: str) -> None:
     if rule == "gated_delta":
         q, k = unit_normalize(q), unit_normalize(k)
     gates = tuple(g.squeeze(-1) if width == "1" else g for g, width in zip(logits, layer.gates, strict=True))
+    gates += tuple(weights[:, None].expand(-1, T, -1, -1) for weights in layer.weights)
     y, state = loop(RULES[rule], q, k, v, gates, before)
     torch.testing.assert_close(steps, F.linear(y.flatten(2), layer.w_out))
     torch.testing.assert_close(layer.state, state)

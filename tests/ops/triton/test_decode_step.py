@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.decode_kernels import DEVICE, kernels, layer_case, needs_triton, randn
 from helpers.gpu_compilation import run_compiling
-from helpers.relative_error import CASES, assert_close, case_name
+from helpers.relative_error import MATRIX_CASES, assert_close, case_name
 from helpers.tiny import depend_on_input, pretrained, tokens
 from torch import Tensor
 
@@ -20,7 +20,7 @@ from fastweights.decode.device_sampler import Sampler, SamplerMode
 from fastweights.decode.model import DecodeModel
 from fastweights.ops.linear import DeviceLimits, choose_tile
 from fastweights.ops.step import Rotary, has_kernels, step, step_kernel, step_torch
-from fastweights.rules import RULES
+from fastweights.rules import MATRIX_RULES, RULES
 from fastweights.rules.feature_maps import unit_normalize
 
 WAYS = ["torch", pytest.param("kernel", marks=kernels)]
@@ -76,7 +76,7 @@ def run(way: str, rule: str, x: dict[str, Any], normalize: bool, **options: Any)
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=case_name)
+@pytest.mark.parametrize("case", MATRIX_CASES, ids=case_name)
 def test_step_matches_the_rule(case: tuple[str, bool], size: tuple[int, ...], way: str) -> None:
     rule, normalize = case
     x = inputs(rule, size, normalize)
@@ -87,7 +87,7 @@ def test_step_matches_the_rule(case: tuple[str, bool], size: tuple[int, ...], wa
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", MATRIX_RULES)
 def test_step_on_views_of_packed_bfloat16_buffer_matches_the_rule(rule: str, way: str) -> None:
     """As the decode model has them: rows far apart, and a feature map's output that is laid out in another order."""
     x = inputs(rule, (3, 2, 2, 6, 5), False)
@@ -122,7 +122,7 @@ def test_step_kernel_applies_rope_unit_length_and_key_scale(way: str, unit: bool
 
 
 @pytest.mark.parametrize("way", WAYS[1:])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", MATRIX_RULES)
 def test_step_kernel_writes_one_key_and_value_to_several_states(rule: str, way: str) -> None:
     x = inputs(rule, (2, 6, 2, 5, 7), False)
     few = {name: x[name][:, ::3] for name in ("k", "v")}

@@ -17,13 +17,13 @@ import torch
 from helpers.gpu_compilation import run_compiling
 from helpers.relative_error import assert_all_close, op_flags, op_inputs, run_op, run_with_gradients
 
-from fastweights.rules import RULES
+from fastweights.rules import MATRIX_RULES, RULES
 
 pytest.importorskip("triton")
 from fastweights.ops.triton import compile, launch, tiled, wy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-every_rule = pytest.mark.parametrize("rule", RULES)
+every_rule = pytest.mark.parametrize("rule", MATRIX_RULES)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # T, d, multiprocessors: one segment; several; those with several slices of d
 SIZES = [(1, 6, 0), (37, 6, 0), (40, 70, 0), (129, 3, 8), (300, 70, 8)]

@@ -10,11 +10,19 @@ from typing import Any
 import pytest
 import torch
 from helpers.gpu_compilation import run_compiling
-from helpers.relative_error import CASES, assert_all_close, case_name, op_flags, op_inputs, run_op, run_with_gradients
+from helpers.relative_error import (
+    MATRIX_CASES,
+    assert_all_close,
+    case_name,
+    op_flags,
+    op_inputs,
+    run_op,
+    run_with_gradients,
+)
 
 from fastweights import ops
 from fastweights.ops import device
-from fastweights.rules import DELTA_RULES, RULES
+from fastweights.rules import DELTA_RULES, MATRIX_RULES
 
 pytest.importorskip("triton")
 from fastweights.ops.triton import _plan, launch, rule_op, tiled, wy
@@ -27,8 +35,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMITS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 1e-2}
 # T, m, d: single ones, a tile's edges, padded widths, several slices of d
 SIZES = [(1, 1, 1), (15, 3, 2), (16, 16, 16), (17, 5, 7), (33, 33, 9), (20, 2, 70), (18, 128, 20)]
-every_case = pytest.mark.parametrize(("rule", "normalize"), CASES, ids=[str(case_name(c)) for c in CASES])
-every_rule = pytest.mark.parametrize("rule", RULES)
+every_case = pytest.mark.parametrize(("rule", "normalize"), MATRIX_CASES, ids=[str(case_name(c)) for c in MATRIX_CASES])
+every_rule = pytest.mark.parametrize("rule", MATRIX_RULES)
 
 
 @pytest.fixture(autouse=True)
@@ -90,6 +98,18 @@ def test_kernels_match_loop_with_time_in_segments(rule: str, kind: str, processo
         launch.ProblemShape(rule, 1, 300, 1, 4, 3, torch.float32, kind != "none", torch.device(DEVICE))
     )
     assert plan.segments > 1 and plan.backward_segments > 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rule", ["abc", "linformer"])
+def test_slots_by_kernels_match_loop(rule: str, dtype: torch.dtype) -> None:
+    check(rule, op_flags("mask+reset", 1, 21), dtype, B=1, T=21, H=1, m=5, d=6, groups=2)
+
+
+def test_widest_keys_of_slots_decide_whether_kernels_run() -> None:
+    inputs = {name: x.to(DEVICE) for name, x in op_inputs("abc", m=5, r=129).items()}
+    with pytest.raises(ValueError, match="m up to 128, found 129"):
+        run_op("abc", inputs, backend="triton")
 
 
 @every_rule
@@ -183,12 +203,12 @@ def test_compiles_without_a_graph_break(rule: str) -> None:
 
 def test_kernels_compile_without_a_gpu() -> None:
     """The interpreter forgives what the compiler does not."""
-    printed = run_compiling("compile_kernels", *RULES)
+    printed = run_compiling("compile_kernels", *MATRIX_RULES)
     for section in printed.split("rule ")[1:]:
         rule, *lines = section.splitlines()
         solved = {"solve"} if rule in DELTA_RULES else {"segment_sums"}
         assert {line.split()[0] for line in lines} == {"forward", "backward", "scan_segments"} | solved
-    assert printed.count("rule ") == len(RULES)
+    assert printed.count("rule ") == len(MATRIX_RULES)
 
 
 class FakeKernel:
