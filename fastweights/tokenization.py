@@ -23,7 +23,7 @@ def adds_eos(tokenizer: Any) -> bool:
 
 def ends_lines(tokenizer: Any) -> bool:
     """Whether the tokenizer's eos token is the end of a line, as in fairseq's word-level text. Then the last line of a
-    text ends with it, too, also where a reader has taken its line break away."""
+    text has one, too, also where a reader has taken the last line break away."""
     eos = getattr(tokenizer, "eos_token_id", None)
     return eos is not None and tokenizer.encode("\n", add_special_tokens=False) == [eos]
 

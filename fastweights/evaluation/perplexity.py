@@ -201,7 +201,7 @@ def _token_row(model: Any, tokenizer: Any, text: str) -> Tensor:
     if not text.strip():
         raise EvaluationError("the text is empty: give one with words in it")
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    if ends_lines(tokenizer) and ids[-1:] != [tokenizer.eos_token_id]:
+    if ends_lines(tokenizer) and not text.endswith("\n"):
         ids.append(tokenizer.eos_token_id)
     if len(ids) < 2:
         raise EvaluationError(f"the text has {len(ids)} token: give one with at least 2")

@@ -17,6 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from fastweights import FastWeightsConfig
 from fastweights.conversion import convert
+from fastweights.data.readers import read_text
 from fastweights.evaluation.perplexity import (
     EvaluationError,
     Perplexity,
@@ -94,6 +95,22 @@ def test_context_of_fairseq_by_hand(tmp_path: Path) -> None:
             found = perplexity(Bits(), words, text, length=4, context=context, **QUIET)
             assert found.tokens == 7 and found.nll == pytest.approx(bits * math.log(2))
             assert found.token == pytest.approx(2 ** (bits / 7))
+    blank_last_line = "a a \n "  # as WikiText's files end, without their last line break
+    assert perplexity(Bits(), words, blank_last_line, length=4, **QUIET).tokens == 4
+
+
+WIKITEXT = Path(__file__).parents[3] / "shared" / "data" / "wikitext-103"
+
+
+@pytest.mark.skipif(not WIKITEXT.is_dir(), reason="WikiText-103 and its dictionary are not in ../shared/data")
+def test_wikitext_has_all_its_tokens_and_unknown_words() -> None:
+    """245,569 tokens of the test text, which fairseq counts, and the published shares of unknown words."""
+    words = dictionary_tokenizer(WIKITEXT / "dict.txt.xz", 267_744)
+    for split, tokens, share in (("valid", 217_646, 0.0077), ("test", 245_569, 0.0103)):
+        text = read_text(WIKITEXT / f"wiki.{split}.tokens.xz")
+        row = evaluation._token_row(None, words, text)[1:]
+        assert len(row) == tokens
+        assert float((row == words.unk_token_id).sum()) / len(text.split()) == pytest.approx(share, abs=5e-5)
 
 
 def test_adaptive_softmax_is_scored_without_logits_of_all_words() -> None:
