@@ -149,12 +149,14 @@ class Transformers:
     """The base in transformers."""
 
     def __init__(self, gguf: str) -> None:
+        import copy
+
         import torch
 
         import fastweights as fw
 
-        self.torch = torch
-        self.models = {name: fw.load(gguf, dtype=name).eval() for name in ("float32", "bfloat16")}
+        self.torch, model = torch, fw.load(gguf, dtype="float32").eval()
+        self.models = {"float32": model, "bfloat16": copy.deepcopy(model).to(torch.bfloat16)}
         self.prepared: dict[str, Any] = {}
 
     def logits(self, tokens: list[int]) -> dict[str, Any]:
@@ -375,6 +377,7 @@ def main() -> None:
     )
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
+    parser.add_argument("--most-tokens", type=int, help="leave out lengths that are more, times the texts")
     parser.add_argument("--quick", action="store_true", help="256 and 4,096 tokens before, one text, one short turn")
     parser.add_argument("--worker", choices=("Engines", "Transformers"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -400,6 +403,8 @@ def main() -> None:
         points, left_out = [], []
         for batch in options.batches:
             for length in options.lengths:
+                if options.most_tokens and batch * length > options.most_tokens:
+                    continue
                 fitting = [pair for pair in contenders if pair not in failed]
                 more, not_fitting = measure(running, fitting, length, batch, options)
                 points, left_out = points + more, left_out + not_fitting
