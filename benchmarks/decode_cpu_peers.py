@@ -206,7 +206,7 @@ class Transformers:
             stopping_criteria=StoppingCriteriaList([Clock()]),
             **options,
         )
-        cache.crop(ids.shape[1] - 1)
+        cache.crop(ids.shape[1] - 1 - cache.get_seq_length())  # a negative number of tokens is removed
         return {"seconds": [after - before for before, after in pairwise(times)]}
 
     def free(self, name: str) -> dict[str, Any]:
@@ -254,7 +254,7 @@ def load_ggufs(llama: Worker, gguf: str, folder: str) -> dict[str, int]:
     return sizes
 
 
-def read_texts(file: str, gguf: str) -> list[list[int]]:
+def read_texts(file: str, gguf: str, count: int) -> list[list[int]]:
     """The first tokens of texts that are long enough."""
     from fastweights.loading import load_tokenizer
 
@@ -266,9 +266,9 @@ def read_texts(file: str, gguf: str) -> list[list[int]]:
         ids = tokenizer(document[: 20 * TEXT_TOKENS]).input_ids[:TEXT_TOKENS]
         if len(ids) == TEXT_TOKENS:
             found.append(ids)
-        if len(found) == TEXTS:
+        if len(found) == count:
             return found
-    raise SystemExit(f"{file} has {len(found)} texts of {TEXT_TOKENS} tokens, and {TEXTS} are needed")
+    raise SystemExit(f"{file} has {len(found)} texts of {TEXT_TOKENS} tokens, and {count} are needed")
 
 
 def relative_error(found: list[float], expected: list[float]) -> float:
@@ -368,6 +368,7 @@ def main() -> None:
     parser.add_argument("gguf", help="SmolLM2-135M as GGUF")
     parser.add_argument("--llama-python", default="python3", help="Python that has llama-cpp-python")
     parser.add_argument("--text", help="text for perplexity; without it, that is not measured")
+    parser.add_argument("--texts", type=int, default=TEXTS, help=f"how many of its texts, of {TEXT_TOKENS} tokens each")
     parser.add_argument("--out", default="results/decode_cpu_peers.json")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3, help="how often each contender has its turn")
@@ -394,7 +395,7 @@ def main() -> None:
     with workers(options) as running, tempfile.TemporaryDirectory() as folder:
         sizes = load_ggufs(running["llama.cpp"], options.gguf, folder)
         llama = running["llama.cpp"]("about")
-        texts = read_texts(options.text, options.gguf) if options.text else []
+        texts = read_texts(options.text, options.gguf, options.texts) if options.text else []
         tokens = texts[0][:CHECK_TOKENS] if texts else list(range(1000, 1000 + CHECK_TOKENS))
         errors = check(running, tokens)
         failed = [pair for pair in contenders if not errors[pair[0]][pair[1]] <= TOLERANCES[pair[1]]]
