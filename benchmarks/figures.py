@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from decode_cpu_figures import decode_cpu_parts
 from paper_tables import paper_tables
 from serving_figures import serving_plots
 from speed_tables import speed_tables
@@ -29,7 +30,7 @@ def stale_pages(write: bool) -> list[str]:
     """The pages in which something was not up to date."""
     pages = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if is_filled(page)]
     parts = {**speed_tables(), **paper_tables(), "settings": _settings(), "recipes compared": _recipes_compared()}
-    parts |= {"damaged files": _damaged_files(), **_quickstart(), **_ranking(), **serving_plots()}
+    parts |= {"damaged files": _damaged_files(), **_quickstart(), **_ranking(), **serving_plots(), **decode_cpu_parts()}
     return [str(page.relative_to(ROOT)) for page in pages if fill_page(page, parts=parts, write=write)]
 
 

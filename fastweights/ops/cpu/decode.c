@@ -19,8 +19,9 @@
 #include <immintrin.h>
 #endif
 
-/* Elements of a weight's row that share a scale, and the bytes that scratch memory is aligned to. */
-#define GROUP 64
+/* Elements that rows are padded to, of which two groups have a scale each in int8. */
+#define BLOCK 64
+#define GROUP 32
 /* Rows of a weight that are multiplied at once, so that x is loaded once for all of them. */
 #define TILE 4
 #define LARGEST_INT8 127.0f
@@ -42,7 +43,7 @@ enum { NO_RULE = -1, ADD, GATED, DELTA, DECAY, GATED_DELTA };
 typedef struct {
     const float *x;
     const void *weight;  /* tiles of rows, of float32, bfloat16, or unsigned int8 with 128 added: see products_int8 */
-    const float *scales; /* of int8 */
+    const uint16_t *scales; /* of int8, in bfloat16 */
     const float *bias, *norm_weight, *norm_bias;
     float *out;
     int64_t x_stride, out_stride, columns, k, weights, norm, activation, gated, add;
@@ -114,6 +115,13 @@ static inline float activate(float x, int64_t kind) {
     }
 }
 
+static inline float from_bfloat16(uint16_t x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float y;
+    memcpy(&y, &bits, sizeof y);
+    return y;
+}
+
 static inline float dot(const float *a, const float *b, int64_t n) {
     float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
@@ -129,7 +137,7 @@ static inline void part(const Share *share, int64_t n, int64_t unit, int64_t *fi
     *last = *last < n ? *last : n;
 }
 
-static inline int64_t padded(int64_t k) { return (k + GROUP - 1) / GROUP * GROUP; }
+static inline int64_t padded(int64_t k) { return (k + BLOCK - 1) / BLOCK * BLOCK; }
 
 /* a linear layer */
 
@@ -198,45 +206,56 @@ static inline float total(Floats x) {
     return sum;
 }
 
-/* Products of a tile of a weight's rows with x [Kp] or its rounded form. A tile is stored as [Kp/GROUP,TILE,GROUP], and
-   its scales as [Kp/GROUP,TILE]. */
-static inline void products_int8(const uint8_t *w, const float *scales, Rounded x, int64_t groups, float *y) {
+/* Products of a tile of a weight's rows with x [Kp] or its rounded form. A tile is stored as [Kp/BLOCK,TILE,BLOCK], and
+   its scales as [Kp/BLOCK,TILE,2]. */
+static inline void products_int8(const uint8_t *w, const uint16_t *scales, Rounded x, int64_t blocks, float *y) {
 #ifdef __AVX512VNNI__
     __m512 sums[TILE];
-    for (int t = 0; t < TILE; t++) sums[t] = _mm512_setzero_ps();
-    for (int64_t g = 0; g < groups; g++) {
-        __m512i numbers = _mm512_loadu_si512(x.numbers + g * GROUP);
-        __m512i offset = _mm512_loadu_si512(x.offsets + g * GROUP / 4);
-        for (int t = 0; t < TILE; t++, w += GROUP) {
+    __m512i chosen[TILE]; /* the scales of a row's two groups, each for half a vector */
+    for (int t = 0; t < TILE; t++) {
+        sums[t] = _mm512_setzero_ps();
+        chosen[t] = _mm512_inserti64x4(_mm512_set1_epi32(2 * t), _mm256_set1_epi32(2 * t + 1), 1);
+    }
+    for (int64_t b = 0; b < blocks; b++, scales += 2 * TILE) {
+        __m512i numbers = _mm512_loadu_si512(x.numbers + b * BLOCK);
+        __m512i offset = _mm512_loadu_si512(x.offsets + b * BLOCK / 4);
+        __m256i narrow = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)scales));
+        double pair; /* the scales of x */
+        memcpy(&pair, x.scales + 2 * b, sizeof pair);
+        __m256 both = _mm256_mul_ps(_mm256_castsi256_ps(_mm256_slli_epi32(narrow, 16)),
+                                    _mm256_castpd_ps(_mm256_set1_pd(pair)));
+        for (int t = 0; t < TILE; t++, w += BLOCK) {
             prefetch(w);
-            __m512i products = _mm512_dpbusd_epi32(offset, _mm512_loadu_si512(w), numbers);
-            __m512 scale = _mm512_set1_ps(scales[g * TILE + t] * x.scales[g]);
-            sums[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(products), scale, sums[t]);
+            __m512 products = _mm512_cvtepi32_ps(_mm512_dpbusd_epi32(offset, _mm512_loadu_si512(w), numbers));
+            __m512 scale = _mm512_permutexvar_ps(chosen[t], _mm512_castps256_ps512(both));
+            sums[t] = _mm512_fmadd_ps(products, scale, sums[t]);
         }
     }
     for (int t = 0; t < TILE; t++) y[t] = _mm512_reduce_add_ps(sums[t]);
 #else
     for (int t = 0; t < TILE; t++) y[t] = 0.0f;
-    for (int64_t g = 0; g < groups; g++) {
-        const int8_t *numbers = x.numbers + g * GROUP;
-        for (int t = 0; t < TILE; t++, w += GROUP) {
-            int32_t sum = 0;
+    for (int64_t b = 0; b < blocks; b++) {
+        for (int t = 0; t < TILE; t++) {
             prefetch(w);
+            for (int64_t half = 0; half < 2; half++, w += GROUP) {
+                const int8_t *numbers = x.numbers + b * BLOCK + half * GROUP;
+                int32_t sum = 0;
 #pragma omp simd reduction(+ : sum)
-            for (int64_t i = 0; i < GROUP; i++) sum += ((int32_t)w[i] - SHIFT) * numbers[i];
-            y[t] += sum * (scales[g * TILE + t] * x.scales[g]);
+                for (int64_t i = 0; i < GROUP; i++) sum += ((int32_t)w[i] - SHIFT) * numbers[i];
+                y[t] += sum * (from_bfloat16(scales[(b * TILE + t) * 2 + half]) * x.scales[2 * b + half]);
+            }
         }
     }
 #endif
 }
 
-static inline void products_bfloat16(const uint16_t *w, const float *x, int64_t groups, float *y) {
+static inline void products_bfloat16(const uint16_t *w, const float *x, int64_t blocks, float *y) {
     Floats sums[TILE] = {{0}};
-    for (int64_t g = 0; g < groups; g++)
+    for (int64_t b = 0; b < blocks; b++)
 _Pragma("GCC unroll 4")
         for (int t = 0; t < TILE; t++)
 _Pragma("GCC unroll 4")
-            for (int i = 0; i < GROUP; i += LANES, w += LANES) {
+            for (int i = 0; i < BLOCK; i += LANES, w += LANES) {
                 Shorts narrow;
                 Words bits;
                 Floats wide;
@@ -244,32 +263,32 @@ _Pragma("GCC unroll 4")
                 memcpy(&narrow, w, sizeof narrow);
                 bits = __builtin_convertvector(narrow, Words) << 16;
                 memcpy(&wide, &bits, sizeof wide);
-                sums[t] += wide * load(x + g * GROUP + i);
+                sums[t] += wide * load(x + b * BLOCK + i);
             }
     for (int t = 0; t < TILE; t++) y[t] = total(sums[t]);
 }
 
-static inline void products_float32(const float *w, const float *x, int64_t groups, float *y) {
+static inline void products_float32(const float *w, const float *x, int64_t blocks, float *y) {
     Floats sums[TILE] = {{0}};
-    for (int64_t g = 0; g < groups; g++)
+    for (int64_t b = 0; b < blocks; b++)
 _Pragma("GCC unroll 4")
         for (int t = 0; t < TILE; t++)
 _Pragma("GCC unroll 4")
-            for (int i = 0; i < GROUP; i += LANES, w += LANES) {
+            for (int i = 0; i < BLOCK; i += LANES, w += LANES) {
                 prefetch(w);
-                sums[t] += load(w) * load(x + g * GROUP + i);
+                sums[t] += load(w) * load(x + b * BLOCK + i);
             }
     for (int t = 0; t < TILE; t++) y[t] = total(sums[t]);
 }
 
 static inline void products(const Linear *a, int64_t row, const float *x, Rounded rounded, float *y) {
-    int64_t kp = padded(a->k), groups = kp / GROUP;
+    int64_t kp = padded(a->k), blocks = kp / BLOCK;
     if (a->weights == INT8)
-        products_int8((const uint8_t *)a->weight + row * kp, a->scales + row * groups, rounded, groups, y);
+        products_int8((const uint8_t *)a->weight + row * kp, a->scales + row * (kp / GROUP), rounded, blocks, y);
     else if (a->weights == BFLOAT16)
-        products_bfloat16((const uint16_t *)a->weight + row * kp, x, groups, y);
+        products_bfloat16((const uint16_t *)a->weight + row * kp, x, blocks, y);
     else
-        products_float32((const float *)a->weight + row * kp, x, groups, y);
+        products_float32((const float *)a->weight + row * kp, x, blocks, y);
 }
 
 static void run_linear(const Linear *a, const Share *share) {

@@ -22,7 +22,7 @@ from fastweights.rules.feature_maps import UNIT_EPSILON
 from fastweights.rules.normalizer import SMALLEST_DIVISOR
 
 # As in decode.c, and in this order.
-GROUP, TILE, LARGEST_INT8, SHIFT = 64, 4, 127, 128
+BLOCK, GROUP, TILE, LARGEST_INT8, SHIFT = 64, 32, 4, 127, 128
 OPERATIONS = ("linear", "mix")
 WEIGHTS = ("float32", BFLOAT16, INT8)
 NORMS = ("none", "rms", "layer")
@@ -61,7 +61,7 @@ _Operation = _structure("_Operation", ("kind", _NUMBER), ("arguments", _POINTER)
 
 
 class StoredWeight:
-    """A weight as the C code reads it: float32, bfloat16, or int8 with a scale for each 64 elements of a row.
+    """A weight as the C code reads it: float32, bfloat16, or int8 with a scale for each 32 elements of a row.
 
     Args:
         weight: [N,K]; with `gated` [2N,K].
@@ -72,26 +72,27 @@ class StoredWeight:
     def __init__(self, weight: Tensor, weights: str, gated: bool = False) -> None:
         halves = weight.chunk(2) if gated else (weight,)
         self.columns, self.k, self.weights, self.gated = len(halves[0]), weight.shape[1], weights, gated
-        rows = torch.cat([F.pad(half, (0, -self.k % GROUP, 0, -len(half) % TILE)) for half in halves])
+        rows = torch.cat([F.pad(half, (0, -self.k % BLOCK, 0, -len(half) % TILE)) for half in halves])
         self.scales: Tensor | None = None
         if weights == INT8:
             numbers, scales = quantize(rows)
-            self.data, self.scales = _tiles(numbers), _tiles(scales, group=1)
+            self.data, self.scales = _tiles(numbers), _tiles(scales, width=2)
         else:
             self.data = _tiles(rows.to(getattr(torch, weights)))
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight [N,K] as whole numbers from -127 to 127 plus 128, uint8 [N,K], and scales [N,K/64]."""
+    """A weight [N,K] as whole numbers from -127 to 127 plus 128, uint8 [N,K], and scales [N,K/32] in bfloat16."""
     groups = weight.float().unflatten(1, (-1, GROUP))
-    scales = groups.abs().amax(-1) / LARGEST_INT8
-    numbers = (groups / scales.clamp(min=torch.finfo(torch.float32).tiny)[..., None]).round()
+    # The scale is rounded first, so that its own rounding is no error of the product.
+    scales = (groups.abs().amax(-1) / LARGEST_INT8).clamp(min=torch.finfo(torch.float32).tiny).bfloat16()
+    numbers = (groups / scales.float()[..., None]).round().clamp(-LARGEST_INT8, LARGEST_INT8)
     return (numbers + SHIFT).to(torch.uint8).flatten(1), scales
 
 
-def _tiles(x: Tensor, group: int = GROUP) -> Tensor:
-    """[N,K] in the order in which the C code reads it: [N/tile,K/group,tile,group]."""
-    return x.unflatten(0, (-1, TILE)).unflatten(2, (-1, group)).transpose(1, 2).contiguous()
+def _tiles(x: Tensor, width: int = BLOCK) -> Tensor:
+    """[N,K] in the order in which the C code reads it: [N/tile,K/width,tile,width]."""
+    return x.unflatten(0, (-1, TILE)).unflatten(2, (-1, width)).transpose(1, 2).contiguous()
 
 
 class Program:
@@ -143,9 +144,9 @@ class Program:
             add=add,
             eps=0.0 if norm is None else norm.eps,
         )
-        groups = -(-weight.k // GROUP)
+        k = -(-weight.k // BLOCK) * BLOCK
         # x in float32; scales, sums and numbers of x in int8
-        self._append("linear", arguments, self.batch_size * groups * (4 * GROUP + 4 + GROUP + GROUP))
+        self._append("linear", arguments, self.batch_size * (4 * k + 4 * k // GROUP + k + k))
 
     def mix(self, recurrence: Any, window: Any, mix_logit: Tensor | None) -> Tensor:
         """Add the step of a layer's rule, of its window, or of both mixed.
@@ -162,7 +163,7 @@ class Program:
         heads, d = out.shape[1:]
         values: dict[str, Any] = dict(rule=NO_RULE, d=d, out=self._address(out), smallest_logit=MIN_GATE_LOGIT)
         values |= dict(unit_epsilon=UNIT_EPSILON, smallest_divisor=SMALLEST_DIVISOR)
-        size = 2 * d + GROUP
+        size = 2 * d + BLOCK
         if recurrence is not None:
             state, config = recurrence.state, recurrence.config
             states, m, gates = state.shape[1], state.shape[3], recurrence.gate_logits
