@@ -18,6 +18,7 @@ ADAPTIVE_INPUT = "adaptive_input"
 LOCAL = "local"
 DEFAULT_LOCAL_WINDOW = 32
 LARGEST_M, LARGEST_WINDOW, LARGEST_LENGTH, LARGEST_SEED = 2**16, 2**20, 2**31, 2**31
+LARGEST_TABLE = 2**20
 
 RULES = ("decay", "gated", "delta", "gated_delta", "add", LOCAL, "abc", "linformer")
 FEATURE_MAPS = ("none", "relu", "elu", "dpfp", "favor+", "rfa")
@@ -160,6 +161,7 @@ class FastWeightsConfig:
         self._check_sharing()
         self._check_gate_rank()
         self._check_ablation()
+        self._check_table()
 
     def _resolve_defaults(self) -> None:
         defaults = {
@@ -212,6 +214,11 @@ class FastWeightsConfig:
             if refused:
                 needs = ("='shared' needs ", Argument(name), f"={needed!r}, found {getattr(self, name)!r}: {reason}")
                 raise ConfigError(Argument("projections"), *needs)
+
+    def _check_table(self) -> None:
+        if self.rule == "linformer" and self.train_length > LARGEST_TABLE:
+            needs = f" must be at most {LARGEST_TABLE:,} for linformer, which has weights for each position"
+            raise ConfigError(Argument("train_length"), needs, f", found {self.train_length:,}")
 
     def _check_gate_rank(self) -> None:
         if self.gate_rank is not None and self.rule in RULES_WITHOUT_GATES and self.mix == "constant":

@@ -119,6 +119,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rule": "delta", "gate_init": "log"}, r"use one of the rules decay, gated, gated_delta"),
     ({"rule": "delta", "gate_init": "teacher"}, r"gate_init='teacher' spreads forget gates: use one of the rules"),
     ({"rule": "local", "gate_init": "log"}, r"use one of the rules decay, gated, gated_delta"),
+    (
+        {"rule": "linformer", "train_length": 2**21},
+        r"train_length must be at most 1,048,576 for linformer, .* 2,097,152",
+    ),
     ({"rule": "abc", "gate_init": "log"}, r"rule='abc'.*spreads forget gates: use one of the rules decay"),
     ({"rule": "linformer", "gate_init": "teacher"}, r"rule='linformer'.*use one of the rules decay"),
     ({"rule": "abc", "feature_map": "relu"}, r"feature_map='relu'.*abc reads its slots .* \(use feature_map='none'"),

@@ -89,6 +89,34 @@ MUTATIONS = [
         "0 if rows == 1 else grid[1] - 1",
         ("ops/triton/test_decode_linear.py",),
     ),
+    Mutation(
+        "abc's share leaves out the token's own weight",
+        "rules/abc",
+        r"weight / total, total,",
+        "weight / (total + weight), total,",
+        ("ops/test_slots.py",),
+    ),
+    Mutation(
+        "padding counts in the totals of slots",
+        "ops/slots",
+        r"masked_fill\(~mask\[",
+        "masked_fill(False & mask[",
+        ("ops/test_slots.py",),
+    ),
+    Mutation(
+        "a position ignores the tokens seen before",
+        "modeling/layer",
+        r"before \+ seen\[:, None\]",
+        "before",
+        ("modeling/test_slots.py",),
+    ),
+    Mutation(
+        "positions past the table are written with its last weights",
+        "modeling/layer",
+        r"positions >= length\)",
+        "positions < 0)",
+        ("modeling/test_slots.py",),
+    ),
     # layers, windows, cache
     Mutation(
         "the window is one token too wide",
