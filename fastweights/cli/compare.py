@@ -24,8 +24,8 @@ def compare(
         str,
         typer.Argument(
             metavar="GRID",
-            help="Name of a shipped grid (design, design_small, paper, paper_longer, smollm2, smollm2_long), or a YAML "
-            "file.",
+            help="Name of a shipped grid (design, design_small, paper, paper_longer, smollm2, smollm2_long, "
+            "wikitext103), or a YAML file.",
         ),
     ],
     model: Annotated[str, typer.Option(help="The base of all runs: a hub id, a folder or a GGUF file.")],
