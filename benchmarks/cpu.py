@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fastweights as fw
 from fastweights.ops.chunked import chunked
-from fastweights.rules import DELTA_RULES, RULES, loop
+from fastweights.rules import DELTA_RULES, MATRIX_RULES, RULES, loop
 from fastweights.utils.provenance import write_result
 
 B, T, H, D, M = 4, 1024, 12, 64, 32
@@ -126,7 +126,7 @@ def decoding(tokens: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="results/cpu.json")
-    parser.add_argument("--rules", default=",".join(RULES))
+    parser.add_argument("--rules", default=",".join(MATRIX_RULES))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--decode-tokens", type=int, default=200)
     options = parser.parse_args()

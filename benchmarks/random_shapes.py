@@ -33,7 +33,7 @@ from measure import NOT_FINITE, first_line
 from torch import Tensor
 
 from fastweights import ops
-from fastweights.rules import DELTA_RULES, RULES
+from fastweights.rules import DELTA_RULES, MATRIX_RULES, RULES
 from fastweights.utils.provenance import write_result
 
 # bfloat16 rounds by up to 4e-3: a tensor of few elements is not held to the 5e-3 of large ones.
@@ -57,7 +57,7 @@ def draw_case(seed: int) -> Case:
     """Everything random in a case except its values. Which kernels are compiled depends on the kind alone."""
     number = seed % KINDS
     kind = random.Random(number)
-    pairs = list(itertools.product(RULES, LIMITS))
+    pairs = list(itertools.product(MATRIX_RULES, LIMITS))
     rule, dtype = pairs[number % len(pairs)]
     flags, heads = FLAGS[(number + number // len(pairs)) % len(FLAGS)], kind.randint(1, 4)
     normalize = RULES[rule].has_normalizer and kind.random() < 0.3

@@ -33,6 +33,9 @@ GATED_DELTA_GATE = 0.5
 OPEN_GATE_FACTOR = 4
 # With gate_init="teacher", memory lengths reach from the teacher's distance divided by this to this many times it.
 TEACHER_SPREAD = 8
+# Standard deviation of abc's control at the start, for inputs of variance 1: slots that differ enough to be fitted (by
+# trial on the packaged model), and are not yet full with the one token that has the largest control.
+CONTROL_SPREAD = 4
 # Initial share of the window in the mix with the rule; see the experiment log. Decay and gated start with outputs many
 # times larger than attention's. With queries and keys of unit length they are no larger; a small part learns slowly.
 WINDOW_SHARE, UNIT_WINDOW_SHARE = 0.98, 0.9
@@ -382,7 +385,8 @@ def _initialize_gates(rule: RecurrentAttention, shape: AttentionShape, generator
     elif config.rule == "abc":
         # Random: slots that start with equal controls would hold the same forever.
         control: Any = rule.gates["s"]
-        control.weight.copy_(torch.randn(control.weight.shape, generator=generator) / control.in_features**0.5)
+        spread = CONTROL_SPREAD / control.in_features**0.5
+        control.weight.copy_(spread * torch.randn(control.weight.shape, generator=generator))
     elif config.rule == "linformer":
         table: Any = rule.gates["weight"]
         table.weight.copy_(block_means(config.train_length, config.m))

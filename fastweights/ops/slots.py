@@ -48,9 +48,10 @@ def run_slots(
     # Keys and queries of one element, which is 1. Padding is not masked, so that it has the totals before it.
     one = torch.ones_like(amount[..., :1])
     totals, after = run(RULES["add"], one, one, amount, (), before.mT, None, reset)
-    if rule.by_position:
-        inner, share, key_gates, value_gates = RULES["add"], gate, (), ()
-    else:
+    inner, share = RULES["add"], gate
+    key_gates: tuple[Tensor, ...] = ()
+    value_gates: tuple[Tensor, ...] = ()
+    if not rule.by_position:
         inner = RULES["decay"]
         # The total of an empty memory is 0. What is added changes no other total.
         totals = torch.cat([before.transpose(1, 2), totals], dim=1) + torch.finfo(amount.dtype).tiny

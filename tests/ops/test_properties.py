@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastweights.config import FEATURE_MAPS, POSITIVE_MAPS
-from fastweights.rules import RULES
+from fastweights.rules import MATRIX_RULES, RULES
 from fastweights.rules.base import MIN_GATE_LOGIT
 from fastweights.rules.feature_maps import MAPS, SMALLEST_SUM, input_width, sum_normalize, unit_normalize
 
@@ -23,9 +23,7 @@ HIGH_GATE_LOGIT = 20.0
 repeatable = settings(deadline=None, max_examples=EXAMPLES, derandomize=True, database=None)
 
 every_rule = pytest.mark.parametrize("rule", RULES)
-gated_rule = pytest.mark.parametrize(
-    "rule", [name for name, rule in RULES.items() if rule.gates and not rule.by_position]
-)
+gated_rule = pytest.mark.parametrize("rule", [name for name in MATRIX_RULES if RULES[name].gates])
 every_map = pytest.mark.parametrize("name", FEATURE_MAPS)
 
 seeds = st.integers(0, 2**16)
