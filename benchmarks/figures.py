@@ -16,6 +16,7 @@ from decode_cpu_figures import decode_cpu_parts
 from paper_tables import paper_tables
 from serving_figures import serving_plots
 from speed_tables import speed_tables
+from wikitext103 import table_3
 
 from fastweights.config import FastWeightsConfig
 from fastweights.report import fill_page, is_filled
@@ -31,6 +32,7 @@ def stale_pages(write: bool) -> list[str]:
     pages = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if is_filled(page)]
     parts = {**speed_tables(), **paper_tables(), "settings": _settings(), "recipes compared": _recipes_compared()}
     parts |= {"damaged files": _damaged_files(), **_quickstart(), **_ranking(), **serving_plots(), **decode_cpu_parts()}
+    parts["Table 3"] = table_3()
     return [str(page.relative_to(ROOT)) for page in pages if fill_page(page, parts=parts, write=write)]
 
 

@@ -78,12 +78,12 @@ def load_tokenizer(source: str | os.PathLike) -> Any:
         The tokenizer, or None if there is none.
 
     Raises:
-        CheckpointError: if the tokenizer exists and cannot be read, or asks for code of its own.
+        CheckpointError: if the tokenizer exists and cannot be read, or asks for code of its own. Also if a fairseq
+            checkpoint has no dictionary, or another model's.
     """
     folder, file = locate(source)
     if file is not None and file.endswith(FAIRSEQ):
-        dictionary = dictionary_beside(Path(folder) / file)
-        return None if dictionary is None else fairseq.dictionary_tokenizer(dictionary)
+        return _fairseq_tokenizer(Path(folder) / file)
     if file:
         return _gguf_tokenizer(folder, file)
     if Path(folder).is_dir() and not any(Path(folder).glob("*tokenizer*")):
@@ -103,12 +103,18 @@ def require_tokenizer(tokenizer: Any, source: str | os.PathLike = "the model's f
     Raises:
         CheckpointError: if `tokenizer` is None.
     """
-    if tokenizer is None and str(source).endswith(FAIRSEQ):
-        raise CheckpointError(f"{source} has no dictionary beside it: put fairseq's dict.txt into the same folder")
     if tokenizer is None:
         how = "AutoTokenizer.from_pretrained(BASE).save_pretrained(FOLDER)"
         raise CheckpointError(f"{source} has no tokenizer: save the base model's there with {how}")
     return tokenizer
+
+
+def _fairseq_tokenizer(checkpoint: Path) -> Any:
+    """The tokenizer of the dictionary beside a checkpoint, which must have as many words as the model."""
+    dictionary = dictionary_beside(checkpoint)
+    if dictionary is None:
+        raise CheckpointError(f"{checkpoint} has no dictionary beside it: put fairseq's dict.txt into the same folder")
+    return fairseq.dictionary_tokenizer(dictionary, fairseq.read_config(checkpoint).vocab_size)
 
 
 def _gguf_tokenizer(folder: str, gguf: str) -> Any:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+# Share of unknown tokens from which on a text is taken to be of another kind than the model's.
+MANY_UNKNOWN = 0.05
 
 
 def bos_token(tokenizer: Any) -> int | None:
@@ -26,6 +30,21 @@ def ends_lines(tokenizer: Any) -> bool:
     text has one, too, also where a reader has taken the last line break away."""
     eos = getattr(tokenizer, "eos_token_id", None)
     return eos is not None and tokenizer.encode("\n", add_special_tokens=False) == [eos]
+
+
+def unknown_words(tokenizer: Any, ids: Sequence[int]) -> str | None:
+    """A line about a text many of whose words the tokenizer does not know; None where it knows them.
+
+    A perplexity of such a text says little, since an unknown word is easy to predict.
+    """
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    if unknown in (None, tokenizer.eos_token_id, tokenizer.bos_token_id):  # as GPT-2's
+        return None
+    share = sum(int(token) == unknown for token in ids) / max(1, len(ids))
+    if share <= MANY_UNKNOWN:
+        return None
+    token = tokenizer.unk_token
+    return f"{share:.0%} of the tokens are {token}: the text is not split into words as that of the model's dictionary"
 
 
 def prompt_tokens(tokenizer: Any, text: str, continues: bool = False) -> list[int]:

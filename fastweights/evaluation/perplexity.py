@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers.utils import logging
 
 from fastweights.evaluation.checks import WINDOW, EvaluationError, check_window
 from fastweights.evaluation.forward import call_model, output_layer
@@ -24,12 +25,14 @@ from fastweights.modeling.adaptive_input import AdaptiveSoftmax
 from fastweights.modeling.modes import evaluating
 from fastweights.modeling.positions import check_length, position_limit
 from fastweights.results import PerplexityRow, PositionBucket
-from fastweights.tokenization import bos_token, ends_lines
+from fastweights.tokenization import bos_token, ends_lines, unknown_words
 from fastweights.training.chunked_loss import without_head
 from fastweights.utils.errors import Argument
 from fastweights.utils.progress import track
 
 __all__ = ["EvaluationError", "Perplexity", "perplexity", "perplexity_by_position", "window_for"]
+
+logger = logging.get_logger(__name__)
 
 # Longer windows are read in chunks of this many tokens, through the cache, so that logits [B,T,V] stay small.
 CHUNK = 1024
@@ -203,6 +206,9 @@ def _token_row(model: Any, tokenizer: Any, text: str) -> Tensor:
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if ends_lines(tokenizer) and not text.endswith("\n"):
         ids.append(tokenizer.eos_token_id)
+    note = unknown_words(tokenizer, ids)
+    if note is not None:
+        logger.warning_once(note)
     if len(ids) < 2:
         raise EvaluationError(f"the text has {len(ids)} token: give one with at least 2")
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", math.inf)

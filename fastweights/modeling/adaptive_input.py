@@ -145,10 +145,10 @@ class AdaptiveSoftmax(nn.Module):
         super().__init__()
         self.bounds = config.bounds
         sizes = config.cluster_sizes
-        self.words = nn.ModuleList(Matrix(*size) for size in sizes)
+        self.words: Any = nn.ModuleList(Matrix(*size) for size in sizes)
         self.tails = Matrix(len(sizes) - 1, config.hidden_size)
         # Stored as those of the embedding, [D,Di], and applied transposed.
-        self.projections = nn.ModuleList(Matrix(config.hidden_size, width) for _, width in sizes[1:])
+        self.projections: Any = nn.ModuleList(Matrix(config.hidden_size, width) for _, width in sizes[1:])
         self.dropout = nn.Dropout(config.softmax_dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -164,11 +164,11 @@ class AdaptiveSoftmax(nn.Module):
 
     def head_weight(self) -> Tensor:
         """[V0+tails,D]: of the words of the first cluster, then of the choice of each tail."""
-        return torch.cat([self.words[0].weight, self.tails.weight])  # type: ignore[list-item]
+        return torch.cat([self.words[0].weight, self.tails.weight])
 
     def tail_weight(self, tail: int) -> Tensor:
         """[Vi,Di] of a tail's words."""
-        return self.words[tail + 1].weight  # type: ignore[return-value]
+        return self.words[tail + 1].weight
 
     def tail_input(self, tail: int, hidden: Tensor) -> Tensor:
         """What a tail's words are computed from, [...,Di]; `hidden` had its dropout already."""

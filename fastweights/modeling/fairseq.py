@@ -242,7 +242,7 @@ def _config(path: Path, settings: dict[str, Any], found: dict[str, Tensor]) -> A
 
 def _in_order(found: dict[str, Tensor], pattern: str) -> list[Tensor]:
     """The tensors of a pattern with a number, from 0 on."""
-    tensors = []
+    tensors: list[Tensor] = []
     while (name := pattern.format(len(tensors))) in found:
         tensors.append(found[name])
     return tensors

@@ -31,8 +31,6 @@ DELTA_GATE = 0.007
 # By trial on the packaged model, together with UNIT_WINDOW_SHARE below.
 GATED_DELTA_GATE = 0.5
 # With log-spaced key gates, the value gate remembers this many times longer than the slowest key gate.
-import os
-CONTROL_SCALE = float(os.environ.get("CS","1"))
 OPEN_GATE_FACTOR = 4
 # With gate_init="teacher", memory lengths reach from the teacher's distance divided by this to this many times it.
 TEACHER_SPREAD = 8

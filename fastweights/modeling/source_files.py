@@ -55,8 +55,8 @@ def check_source(source: str | os.PathLike) -> None:
     Raises:
         CheckpointError: names the path or the hub id, and the file.
     """
-    folder, file = locate(source)
-    if file is not None:
+    folder, model_file = locate(source)
+    if model_file is not None:
         return
     if not Path(folder).is_dir():
         check_hub_id(folder)

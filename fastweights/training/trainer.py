@@ -51,6 +51,7 @@ from fastweights.results import (
     TrainingResult,
     ValidationPoint,
 )
+from fastweights.tokenization import unknown_words
 from fastweights.training import checkpoint as saved
 from fastweights.training.checks import check_run, check_tracker
 from fastweights.training.log import read_log, truncate_log
@@ -83,6 +84,8 @@ __all__ = ["Diverged", "Interrupted", "TrainConfig", "Trainer", "TrainingError",
 VALIDATION_BATCH_TOKENS = 8_192
 # Tokens that output projections are fitted on before a stage.
 FIT_TOKENS = 16_384
+# Tokens of a text that are looked at for unknown words.
+UNKNOWN_SAMPLE = 100_000
 # Points of the loss curve in the result, at most twice this.
 CURVE_POINTS = 1_000
 # Steps of a stage after which the duration of the run is estimated.
@@ -427,6 +430,9 @@ class Trainer:
                 progress=self.display.enabled,
             )
         check_vocabulary(tokens, self.tokenizer, self.student.config)
+        note = unknown_words(self.tokenizer, tokens.tokens[:UNKNOWN_SAMPLE].tolist())
+        if note is not None:
+            self.display.print(f"{source}: {note}")
         if tokens.bos is not None and self.last is not None and len(before or ()) < 3:
             self.display.print(f"{self.folder} was started without bos before every row, and goes on so")
             return replace(tokens, bos=None)

@@ -230,7 +230,9 @@ def test_convert_takes_a_checkpoint_with_its_dictionary(tmp_path: Path) -> None:
     assert run("convert", checkpoint, "--dict", words, *settings).exit_code == 0
     model, tokenizer = fw.load(converted), load_tokenizer(converted)
     assert tokenizer("w3 \n")["input_ids"] == [7, 2]
-    assert model.config.fastweights_base == str(checkpoint) and load_tokenizer(checkpoint) is None
+    assert model.config.fastweights_base == str(checkpoint)
+    with pytest.raises(CheckpointError, match="has no dictionary beside it"):
+        load_tokenizer(checkpoint)
     words.rename(tmp_path / "dict.txt")
     assert run("convert", checkpoint, *settings, "--overwrite").exit_code == 0
     assert load_tokenizer(checkpoint)("w3")["input_ids"] == [7]
