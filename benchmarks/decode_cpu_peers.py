@@ -85,6 +85,7 @@ class Engines:
 
         self.torch, self.fw, self.gguf = torch, fw, gguf
         self.model = fw.convert(fw.load(gguf, dtype="float32").eval())
+        self.base: Any = None
         self.prepared: dict[str, Any] = {}
         self.made: dict[tuple[str, int], Any] = {}
 
@@ -108,8 +109,10 @@ class Engines:
     def nll(self, name: str, texts: list[list[int]]) -> dict[str, Any]:
         """The sum of -log p of all tokens but the first of each text, with the base's attention as windows."""
         torch, fw = self.torch, self.fw
-        base = fw.convert(fw.load(self.gguf, dtype="float32").eval(), fw.FastWeightsConfig("local", window=TEXT_TOKENS))
-        decoder = fw.Engine(base, len(texts), weights=WEIGHTS[name]).decoder
+        if self.base is None:
+            settings = fw.FastWeightsConfig("local", window=TEXT_TOKENS)
+            self.base = fw.convert(fw.load(self.gguf, dtype="float32").eval(), settings)
+        decoder = fw.Engine(self.base, len(texts), weights=WEIGHTS[name]).decoder
         ids, total = torch.tensor(texts), 0.0
         for i in range(ids.shape[1] - 1):
             decoder.tokens.copy_(ids[:, i])
