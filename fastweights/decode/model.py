@@ -110,6 +110,7 @@ class ForwardDecodeModel:
     """The same interface through the model's own forward. It works for every converted model, but is slower."""
 
     static = False
+    program = None
 
     def __init__(self, model: Any, batch_size: int, unsupported_reason: str = "") -> None:
         self.model, self.cache, self.unsupported_reason = model, FastWeightsCache(model.config), unsupported_reason

@@ -56,6 +56,11 @@ def test_huge_values_name_the_flag(base: Path, tmp_path: Path, flags: list[Any],
     assert message in error_of("convert", base, "-o", tmp_path / "out", *flags)
 
 
+def test_weights_of_a_layer_are_refused() -> None:
+    message = error_of("profile", "--layer", "--weights", "int8")
+    assert "--weights is for models, and --layer measures none" in message
+
+
 def test_too_many_new_tokens_for_attention_are_refused(base: Path) -> None:
     message = error_of("generate", base, "--prompt", "Hello", "--max-new-tokens", 200)
     assert re.search(r"--max-new-tokens 200 .* 96 tokens", message)

@@ -32,9 +32,9 @@ def saved(folder: Path, template: str | None = CHATML, family: str = "llama", **
     return folder
 
 
-def expected_answers(folder: Path, *messages: str, system: str | None = None) -> str:
+def expected_answers(folder: Path, *messages: str, system: str | None = None, weights: str | None = None) -> str:
     """What the library answers, in lines."""
-    engine = fw.Engine(fw.load(folder), tokenizer=chat_tokenizer())
+    engine = fw.Engine(fw.load(folder), tokenizer=chat_tokenizer(), weights=weights)
     talk = Conversation(engine, system)
     return "".join("".join(talk.send(message, 6)) + "\n" for message in messages)
 
@@ -44,6 +44,11 @@ def test_each_line_is_answered_and_stdout_has_only_the_answers(folder: Path) -> 
     assert result.stdout == expected_answers(folder, "Hi", "Bye")
     sizes = re.findall(r"^\d+ tokens, [\d.]+ tokens/s, state ([\d,]+) bytes$", result.stderr, re.MULTILINE)
     assert len(sizes) == 2 and sizes[0] == sizes[1]
+
+
+def test_weights_are_the_engines(folder: Path) -> None:
+    result = succeed("chat", folder, *FEW, "--weights", "int8", stdin="Hi\n")
+    assert result.stdout == expected_answers(folder, "Hi", weights="int8")
 
 
 def test_empty_answer_is_an_empty_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def started(*arguments: Any, cwd: Path) -> Iterator[tuple[subprocess.Popen[str],
 
 def test_server_answers_stores_and_ends_with_its_answers(model: Path, tmp_path: Path) -> None:
     store = tmp_path / "store"
-    options = [model, "--store", store, "--slots", 2, "--max-tokens", 10**6, "--grace", 0.5]
+    options = [model, "--store", store, "--slots", 2, "--max-tokens", 10**6, "--grace", 0.5, "--weights", "int8"]
     with started(*options, cwd=tmp_path) as (process, url):
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
             (served,) = client.models.list()

@@ -64,7 +64,7 @@ def test_logits_are_those_of_the_float32_engine_within_rounding(
         engine.decoder.tokens.copy_(prompt[-2:])
         logits[kind] = engine.decoder.step().clone()
     error = float((logits[weights] - logits[None]).norm() / logits[None].norm())
-    assert 0 < error < 4e-2
+    assert 0 < error < 6e-2
 
 
 @pytest.mark.parametrize("kernels", [None, False], ids=["c", "torch"])

@@ -146,6 +146,15 @@ def test_peak_is_the_cache_and_what_a_step_allocates() -> None:
         assert entry.how == ("engine" if entry.converted else "eager")
 
 
+def test_rounded_weights_are_the_converted_models_alone_and_recorded() -> None:
+    models = {"base": pretrained("llama"), "decay": converted("llama")}
+    result = decode_cost(models, (4,), timed_tokens=1, weights="int8", progress=False)
+    assert result.weights == "int8"
+    assert [len(entry.points) for entry in result.models] == [1, 1]
+    with pytest.raises(ConfigError, match="weights must be one of int8, bfloat16, found 'int4'"):
+        decode_cost(models, (4,), weights="int4")
+
+
 def test_cache_grows_with_the_batch() -> None:
     models = {"base": pretrained("llama"), "decay": converted("llama")}
     one, three = (cost(models, (10,), batch=batch) for batch in (1, 3))
