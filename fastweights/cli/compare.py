@@ -48,9 +48,7 @@ def compare(
         int, typer.Option(min=1, help="Number of runs at a time. Each is a process; they share the device.")
     ] = 1,
     only: Annotated[str, typer.Option(help="Run only these runs of the grid: NAME,NAME.")] = "",
-    seeds: Annotated[
-        str, typer.Option(help="Seeds of every run, in place of the grid's; a list such as 1,2.")
-    ] = "",
+    seeds: Annotated[str, typer.Option(help="Seeds of every run, in place of the grid's; a list such as 1,2.")] = "",
     minutes: Annotated[
         float | None,
         typer.Option(
