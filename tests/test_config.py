@@ -94,7 +94,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"ablation": "all"}, r"ablation='all' is not known; choose one of linear_gates, gated_write, pretrained_values"),
     ({"ablation": "gated_write", "rule": "gated"}, r"is of the decay rule .* found rule='gated', gate_init='unif"),
     ({"ablation": "linear_gates", "gate_init": "log"}, r"with uniform gates, found rule='decay', gate_init='log'"),
-    ({"ablation": "pretrained_values", "rule": "add", "normalize": "attention"}, r"\(or add without a map\), found rule='add'"),
+    (
+        {"ablation": "pretrained_values", "rule": "add", "normalize": "attention"},
+        r"\(or add without a map\), found rule='add'",
+    ),
     ({"ablation": "one_gate"}, r"'one_gate' is of the gated rule with uniform gates, found rule='decay'"),
     ({"train_length": 0}, r"train_length must be between 1 and 2,147,483,648, found 0"),
     ({"train_length": 10**22}, r"train_length must be between 1 and 2,147,483,648, found 1"),

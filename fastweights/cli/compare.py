@@ -31,8 +31,8 @@ def compare(
         typer.Argument(
             metavar="GRID",
             help="Name of a shipped grid (design_small, gemma3, paper, paper_ablations, paper_longer, paper_own_maps, "
-            "paper_smollm2, smollm2, smollm2_design, smollm2_final, smollm2_long, wikitext103), or a "
-            "YAML file.",
+            "paper_smollm2, smollm2, smollm2_design, smollm2_final, smollm2_long, wikitext103), or "
+            "a YAML file.",
         ),
     ],
     model: Annotated[str, typer.Option(help="The base of all runs: a hub id, a folder or a GGUF file.")],
@@ -49,9 +49,7 @@ def compare(
         int, typer.Option(min=1, help="Number of runs at a time. Each is a process; they share the device.")
     ] = 1,
     only: Annotated[str, typer.Option(help="Run only these runs of the grid: NAME,NAME.")] = "",
-    seeds: Annotated[
-        str, typer.Option(help="Seeds of every run, in place of the grid's; a list such as 1,2.")
-    ] = "",
+    seeds: Annotated[str, typer.Option(help="Seeds of every run, in place of the grid's; a list such as 1,2.")] = "",
     minutes: Annotated[
         float | None,
         typer.Option(

@@ -53,7 +53,13 @@ def evaluate(
             help="Measure converted models once more with the window left out: how good the state is alone.",
         ),
     ] = False,
-    tasks: Annotated[str, typer.Option(help="lm-eval tasks, such as lambada,hellaswag.")] = "",
+    tasks: Annotated[
+        str,
+        typer.Option(
+            help="Tasks: those of lm-eval, such as lambada,hellaswag, and those that score generated answers "
+            "(books_lookup, books_copy, books_answer, books_summary, lambada_generate)."
+        ),
+    ] = "",
     task_folder: Annotated[
         Path | None,
         typer.Option(help="Folder with the data of the tasks as JSON lines; by default lm-eval downloads it."),

@@ -23,6 +23,13 @@ NAMES = ("Abbott", "Baxter", "Chandler", "Dawson", "Ellis", "Fletcher", "Graham"
 FACTS = 3
 # Words that the model sees again, and words after them that it must copy.
 SHOWN_WORDS, COPIED_WORDS = 12, 20
+# An example shows models that never learned to answer what is asked for.
+EXAMPLE = """Anna put the letter into the blue box and went home.
+
+Question: Of which colour was the box?
+Answer: blue
+
+"""
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
@@ -72,10 +79,10 @@ def beginnings(items: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def questions(items: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """A passage and a question whose short answer is in it."""
+    """An example, a passage and a question whose short answer is in it."""
     for item in items:
         for question in item.get("questions", ()):
-            prompt = f"{item['passage']}\n\nQuestion: {question['question']}\nAnswer:"
+            prompt = f"{EXAMPLE}{item['passage']}\n\nQuestion: {question['question']}\nAnswer:"
             yield {"prompt": prompt, "answers": question["answers"]}
 
 
@@ -83,7 +90,7 @@ def summaries(items: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """A passage that has to be summarized in a sentence."""
     for item in items:
         if "summary" in item:
-            yield {"prompt": f"{item['passage']}\n\nIn one sentence:", "answers": [item["summary"]]}
+            yield {"prompt": f"{item['passage']}\n\nIn short, this passage says that", "answers": [item["summary"]]}
 
 
 # Scores

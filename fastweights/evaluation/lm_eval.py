@@ -282,17 +282,13 @@ def _write_tasks(tasks: Sequence[str], folder: Path | None, temporary: Path, lim
         else:
             settings = {"include": str(stock / f"{LOCAL_TASKS[task].stock}.yaml"), "task": task, "tag": None}
             scored = ""
-        (temporary / f"{task}.yaml").write_text(
-            yaml.safe_dump(settings | source | splits) + scored, encoding="utf-8"
-        )
+        (temporary / f"{task}.yaml").write_text(yaml.safe_dump(settings | source | splits) + scored, encoding="utf-8")
 
 
 def _data_file(task: str, folder: Path | None) -> Path | None:
     """The file with the data of a task; None for data of this package."""
     if task not in FILES:
-        raise EvaluationError(
-            Argument("tasks"), f" {task}: not known for local files; known are {', '.join(FILES)}"
-        )
+        raise EvaluationError(Argument("tasks"), f" {task}: not known for local files; known are {', '.join(FILES)}")
     name = FILES[task]
     if name is None:
         return None

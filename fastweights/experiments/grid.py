@@ -207,9 +207,7 @@ def _set(recipe: Recipe, values: dict[str, Any]) -> Recipe:
         return _change(recipe, changes)
 
 
-def _variants(
-    grid: Path, entry: Any, runs: dict[Any, Any], recipe: Recipe, defaults: dict[str, Any]
-) -> list[Variant]:
+def _variants(grid: Path, entry: Any, runs: dict[Any, Any], recipe: Recipe, defaults: dict[str, Any]) -> list[Variant]:
     """The runs of an entry: one for each seed. A recipe of its own is not changed by the grid's `set`."""
     with _errors_in(f"run {entry}"):
         if not isinstance(entry, str) or not NAME.fullmatch(entry):

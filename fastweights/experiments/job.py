@@ -94,8 +94,8 @@ class Job:
     def settings(self) -> dict[str, Any]:
         """Everything that the outcome of the run depends on."""
         config, training = self.variant.config, self.config.to_dict()
-        settings = {"settings": None if config is None else config.to_dict(), "tests": self.setup.tests}
-        settings |= {"recall": self.setup.recall}
+        settings: dict[str, Any] = {"settings": None if config is None else config.to_dict()}
+        settings |= {"tests": self.setup.tests, "recall": self.setup.recall}
         return settings | {name: training[name] for name in ("recipe", "model", "data", "validation", "limit")}
 
     def check_unchanged(self) -> None:

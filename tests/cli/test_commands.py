@@ -104,8 +104,9 @@ def test_convert_command_matches_the_function(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-# Shared projections exclude some other settings.
+# Shared projections exclude some other settings, and log gates the ablations.
 SHARED = dict(projections="shared", m=8, feature_map="none", projection_init="attention", rotary="keep")
+SHARED |= dict(gate_init="log", ablation=None)
 
 
 @pytest.mark.parametrize("changes", [{}, SHARED], ids=["own", "shared"])
@@ -115,7 +116,8 @@ def test_every_option_is_passed_to_the_settings(changes: dict[str, Any], tmp_pat
         m=6,
         feature_map="elu",
         normalize="attention",
-        gate_init="log",
+        gate_init="uniform",
+        ablation="one_gate",
         projection_init="random",
         window=5,
         sinks=2,
@@ -134,6 +136,8 @@ def test_every_option_is_passed_to_the_settings(changes: dict[str, Any], tmp_pat
     settings |= changes
     flags: list[Any] = []
     for name, value in settings.items():
+        if value is None:
+            continue
         typed = ["1"] if name == "layers" else [] if value is True else [value]
         flags += [f"--{name.replace('_', '-')}", *typed]
     succeed("convert", save_model(tmp_path / "base", "llama"), "-o", tmp_path / "out", *flags)

@@ -16,6 +16,7 @@ import fastweights as fw
 from fastweights.evaluation.checks import EvaluationError
 from fastweights.evaluation.generated import (
     COPIED_WORDS,
+    EXAMPLE,
     GENERATED_TASKS,
     NAMES,
     SHOWN_WORDS,
@@ -27,6 +28,8 @@ from fastweights.evaluation.generated import (
 )
 from fastweights.evaluation.lm_eval import check_tasks, run_tasks
 from fastweights.evaluation.suite import evaluate
+from fastweights.loading import load_tokenizer
+from fastweights.quickstart import PACKAGED, WINDOW
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'fastweights[eval]'")
 
@@ -62,10 +65,19 @@ def test_every_answer_is_in_its_prompt_and_only_there() -> None:
         assert passage.startswith(f"{shown} {item['answers'][0]}")
         assert len(shown.split()) == SHOWN_WORDS and len(item["answers"][0].split()) == COPIED_WORDS
     for item in items_of("books_answer"):
-        assert any(answer in item["prompt"].lower() for answer in map(str.lower, item["answers"])), item["answers"]
+        passage = item["prompt"].removeprefix(EXAMPLE).lower()
+        assert any(answer in passage for answer in map(str.lower, item["answers"])), item["answers"]
     for item in items_of("books_summary"):
         names = re.findall(r"(?<!^)\b[A-Z][a-z]+", item["answers"][0])
         assert all(name in item["prompt"] for name in names), names
+
+
+def test_all_prompts_fit_into_the_positions_of_the_packaged_model() -> None:
+    """lm-eval would cut their beginning off, and what is asked for may be there."""
+    packaged = load_tokenizer(str(PACKAGED))
+    for task in BOOKS:
+        longest = max(len(packaged(item["prompt"])["input_ids"]) for item in items_of(task))
+        assert longest + GENERATED_TASKS[task].tokens <= WINDOW
 
 
 def test_items_are_the_same_every_time() -> None:

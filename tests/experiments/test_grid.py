@@ -161,9 +161,11 @@ def test_run_with_a_recipe_of_its_own_is_not_changed_by_the_set_of_the_grid(tmp_
     assert small.recipe.length == 32 and decay.recipe.length == 256
     assert [stage.tokens for stage in decay.recipe.stages] == [load_recipe("distill").stages[0].tokens, 8192]
     assert {variant.recipe.validate_every for variant in (base, small, decay)} == {7}
-    with pytest.raises(FastWeightsError, match="run decay: changes: unknown setting transfer.speed"):
+    with pytest.raises(FastWeightsError, match=r"run decay: changes: unknown setting transfer\.speed"):
         with_changes([base, decay], {"transfer.speed": 1})
-    with pytest.raises(FastWeightsError, match="run base: changes: distill.tokens=1: the recipe has no stage distill"):
+    with pytest.raises(
+        FastWeightsError, match=r"run base: changes: distill\.tokens=1: the recipe has no stage distill"
+    ):
         with_changes([base, small], {"distill.tokens": 1})
 
 

@@ -109,7 +109,7 @@ def test_cached_padded_and_saved_passes_agree(ablation: str, tmp_path: Path) -> 
     assert_close("logits, loaded", AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, expected, 1e-6)
     (prompt,) = prompts_of(7)
     engine = fw.Engine(model, batch_size=1)
-    assert list(engine.generate([prompt], max_new_tokens=6))[0] == greedy(model, prompt, 6)
+    assert engine.generate([prompt], max_new_tokens=6) == [greedy(model, prompt, 6)]
     assert f"ablation {ablation}" in engine.batch.decoder.unsupported_reason
 
 

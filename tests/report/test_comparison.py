@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.grid_results import FAILED, TABLE_1, TABLE_2, WIKI, in_table_2, run
@@ -24,6 +25,35 @@ def test_a_comparison_has_a_row_for_each_variant(tmp_path: Path) -> None:
     words = section(markdown, "Table 2")
     assert "The base model: 14.50." in words
     assert "Of several seeds the mean, in brackets the lowest and the highest." in words
+
+
+def recall(*accuracies: float) -> dict[str, Any]:
+    rows = [
+        {"distance": 16 * 2**i, "accuracy": accuracy, "chance": 0.125, "samples": 64}
+        for i, accuracy in enumerate(accuracies)
+    ]
+    return {"pairs": rows, "copy": rows[:1]}
+
+
+def test_recall_of_a_comparison_has_a_table_for_each_probe(tmp_path: Path) -> None:
+    """Seeds are averaged without those that diverged; a run without recall has none."""
+    runs = {
+        "a0": in_table_2("a", 14.6, 20.0, seed=0, recall=recall(0.5, 0.25)),
+        "a1": in_table_2("a", 14.6, 22.0, seed=1, recall=recall(1.0, 0.75)),
+        "a2": in_table_2("a", 14.6, 21.0, seed=2, recall=recall(0.0, 0.0), **FAILED),
+        "b": in_table_2("b", 14.6, 21.0),
+        "c": in_table_2("c", 14.6, 21.0, recall=recall(0.125)),
+    }
+    words = section(report(tmp_path, runs)[0], "Table 2")
+    title = "Table 2: pairs recalled"
+    assert table(words, title) == [
+        {title: "a", "16": "75 %", "32": "50 %"},
+        {title: "b", "16": "–", "32": "–"},
+        {title: "c", "16": "12 %", "32": "–"},
+    ]
+    copied = table(words, "Table 2: tokens copied")
+    assert copied[0] == {"Table 2: tokens copied": "a", "16": "75 %"} and len(copied) == 3
+    assert "pairs recalled" not in section(report(tmp_path, TABLE_2)[0], "Table 2")
 
 
 def test_variants_of_a_row_are_labelled_by_their_columns(tmp_path: Path) -> None:
