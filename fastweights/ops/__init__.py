@@ -16,11 +16,12 @@ from torch import Tensor
 
 from fastweights.ops.chunked import chunked
 from fastweights.ops.device import unsupported_reason
+from fastweights.ops.window import window_unsupported_reason
 from fastweights.rules import RULES, loop
 from fastweights.rules.normalizer import divide, join_state, split_state, with_ones
 from fastweights.utils.errors import Argument, FastWeightsError
 
-__all__ = ["BACKENDS", "add", "apply", "decay", "delta", "gated", "gated_delta", "use_backend"]
+__all__ = ["BACKENDS", "add", "apply", "decay", "delta", "gated", "gated_delta", "runs_window_kernels", "use_backend"]
 
 
 def _triton(*args: Any, float32_output: bool = False) -> tuple[Tensor, Tensor]:
@@ -280,6 +281,17 @@ def _choose(backend: str, q: Tensor, k: Tensor, v: Tensor) -> str:
     if backend == "triton":
         raise FastWeightsError(Argument("backend"), f"='triton' cannot run here: {reason}; use 'auto' or 'chunked'")
     return "loop" if q.shape[1] == 1 else "chunked"
+
+
+def runs_window_kernels(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether attention to a window of these tensors runs with the kernels (ops.window) rather than in torch.
+
+    `use_backend` decides here, too: "triton" chooses them wherever they can run, also in Triton's interpreter.
+    """
+    backend = _override[-1] if _override else "auto"
+    if backend not in ("auto", "triton"):
+        return False
+    return window_unsupported_reason(q, k, v, interpreter=backend == "triton") is None
 
 
 def _check_backend(backend: str) -> None:

@@ -38,6 +38,7 @@ from fastweights.data.token_files import TokenFile, check_vocabulary, prepare
 from fastweights.loading import load, load_tokenizer, require_tokenizer
 from fastweights.model_paths import display_name
 from fastweights.modeling.classes import FastWeightsMixin
+from fastweights.modeling.document_attention import use_document_kernels
 from fastweights.modeling.families import family_of
 from fastweights.modeling.layer import converted_layers
 from fastweights.modeling.modes import autocast, is_low_precision, without_window
@@ -53,6 +54,7 @@ from fastweights.results import (
 )
 from fastweights.training import checkpoint as saved
 from fastweights.training.checks import check_run, check_tracker
+from fastweights.training.graphs import GraphedBackward
 from fastweights.training.log import read_log, truncate_log
 from fastweights.training.losses import Batch, StageLoss, next_token_loss, without_plain_positions
 from fastweights.training.micro_batch import micro_batch_size
@@ -94,6 +96,10 @@ UNREAD_STEPS = {"cuda": 1}
 WINDOW_DROPOUT = 2
 # Key of a batch: the rows [B] bool that are trained without the window.
 WITHOUT_WINDOW = "without_window"
+# Key of a micro-batch that runs as a graph: what its loss is divided by, [] float32.
+DIVISOR = "divisor"
+# Devices whose micro-batches may run as graphs.
+GRAPH_DEVICES = ("cuda",)
 
 
 class Interrupted(Stopped):
@@ -244,6 +250,7 @@ class _ActiveStage:
 
     module: Its StageLoss, distributed over the processes.
     steps_before: Steps of the stages before.
+    graphed: What back-propagates micro-batches as CUDA graphs. None: nothing does.
     started: When it started, or would have if it had not been interrupted.
     unread: Steps that were made and are not in the log and the progress yet.
     """
@@ -255,6 +262,7 @@ class _ActiveStage:
     watch: DivergenceWatch
     lora: Any
     steps_before: int
+    graphed: GraphedBackward | None = None
     started: float = 0.0
     unread: deque[_UnreadStep] = field(default_factory=deque)
 
@@ -410,7 +418,9 @@ class Trainer:
         if isinstance(teacher, FastWeightsMixin) and any(stage.teaches_layers for stage in self.recipe.stages):
             name = teacher.config._name_or_path
             raise TrainingError(Argument("teacher"), f" {name} is converted itself: transfer and fit need attention")
-        return teacher.eval().requires_grad_(False).to(self.device)
+        teacher = teacher.eval().requires_grad_(False).to(self.device)
+        use_document_kernels(teacher)
+        return teacher
 
     def _prepare(self, source: str, before: list[Any] | None) -> TokenFile:
         """The tokens of a text. One process tokenizes; the others find its file.
@@ -484,6 +494,8 @@ class Trainer:
         """Prepare the student for the loss of the current stage, and restore the optimizer where the run resumes."""
         number, resumed = self.progress.stage, self.progress.stage_step > 0
         stage, batches, student = self.recipe.stages[number], self.batches[number], self.student.to(self.device)
+        if not self.recipe.dropout:
+            use_document_kernels(student)
         if self.teacher is not None:  # an earlier stage may have compiled it
             uncompile_blocks(self.teacher)
         fitted = resumed or (self.progress.step == 0 and self.last is not None)  # the checkpoint of step 0 has the fit
@@ -505,7 +517,15 @@ class Trainer:
             if line["stage"] == number and "loss" in line:
                 watch.update(line["loss"])
         before = self.progress.step - self.progress.stage_step
-        return _ActiveStage(stage, batches, module, optimizer, watch, lora, before)
+        active = _ActiveStage(stage, batches, module, optimizer, watch, lora, before)
+        if self.recipe.cuda_graphs and self.device.type in GRAPH_DEVICES and self.world_size == 1:
+            trained = [p for group in optimizer.param_groups for p in group["params"]]
+
+            def backward(part: Batch, total: Tensor) -> None:
+                self._backward(active, part, part[DIVISOR], total)
+
+            active.graphed = GraphedBackward(backward, trained, self.device)
+        return active
 
     def _fit_outputs(self, stage: Stage, batches: PackedBatches) -> None:
         """Fit the new layers on the first batches: all of their rows in every process, for equal results."""
@@ -577,6 +597,8 @@ class Trainer:
             count = count_targets(batch)
         # a batch of a conversation's questions has no targets, and the loss 0
         parts = [without_plain_positions(part) for part in split(batch, self._rows_at_once(active.stage))]
+        if active.graphed is not None:
+            parts = [part | {DIVISOR: torch.tensor(float(max(1, count)))} for part in parts]
         if self.device.type == "cuda":
             parts = [{name: rows.pin_memory() for name, rows in part.items()} for part in parts]
         return _StepData(parts, max(1, count))
@@ -649,7 +671,8 @@ class Trainer:
         values = Readback(torch.cat([loss_and_stop.double(), norm.double()[None]]))
         set_learning_rate(active.optimizer, share)
         active.optimizer.step()
-        active.optimizer.zero_grad(set_to_none=True)
+        if active.graphed is None:
+            active.optimizer.zero_grad(set_to_none=True)
         active.unread.append(_UnreadStep(step + 1, share * active.stage.learning_rate, values))
 
     def _accumulate_gradients(self, active: _ActiveStage, data: _StepData) -> Tensor:
@@ -659,18 +682,27 @@ class Trainer:
             On the device, the same in all processes: the loss of the whole batch, and how many processes have received
             a signal. One that arrives after this waits for the next step.
         """
-        total = torch.zeros((), device=self.device)
-        for number, part in enumerate(data.parts):
-            part = self._on_device(part)
-            last = number == len(data.parts) - 1
-            with self._gradient_sync(active.module, last), self._window_dropout(part):
-                with self._autocast():
-                    loss = active.module(part) / data.divisor
-                # DDP and FSDP take the mean over processes; the loss is a sum over them
-                (loss * self.world_size).backward()
-            total += loss.detach()
+        if active.graphed is not None:
+            active.graphed.start()
+            for part in data.parts:
+                active.graphed(part)
+            total = active.graphed.total
+        else:
+            total = torch.zeros((), device=self.device)
+            for number, part in enumerate(data.parts):
+                with self._gradient_sync(active.module, number == len(data.parts) - 1):
+                    self._backward(active, self._on_device(part), data.divisor, total)
         signalled = torch.full_like(total, float(self.stop_signal > 0))
         return self.accelerator.reduce(torch.stack([total, signalled]), "sum")
+
+    def _backward(self, active: _ActiveStage, part: Batch, divisor: int | Tensor, total: Tensor) -> None:
+        """Back-propagate a micro-batch on the device, and add its share of the loss to a total."""
+        with self._window_dropout(part):
+            with self._autocast():
+                loss = active.module(part) / divisor
+            # DDP and FSDP take the mean over processes; the loss is a sum over them
+            (loss * self.world_size).backward()
+        total += loss.detach()
 
     def _read_steps(self, active: _ActiveStage, steps: int) -> int:
         """Read the losses of steps that were made, and log them.
