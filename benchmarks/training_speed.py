@@ -214,7 +214,7 @@ def measure_train(
 
 
 class Batches(torch.utils.data.Dataset):
-    """The rows that `train` reads, for Hugging Face's Trainer: one document each, as that has no borders."""
+    """The rows that `train` reads, for Hugging Face's Trainer, which does not separate their documents."""
 
     def __init__(self, tokens: TokenFile, setting: Setting) -> None:
         self.batches = PackedBatches(tokens, setting.length, setting.rows)
@@ -316,24 +316,24 @@ def pieces(options: argparse.Namespace, setting: Setting) -> dict[str, Callable[
     def with_train(model: Path, loss: str, **more: Any) -> Callable[[], dict[str, Any]]:
         return timed(lambda watch: measure_train(model, text, loss, setting, watch, 1.0, **more))
 
+    stages = {"distill": converted, "transfer": converted, "finetune": base}
     return {
-        "distill": with_train(converted, "distill"),
-        "transfer": with_train(converted, "transfer"),
-        "finetune": with_train(base, "finetune"),
+        **{name: with_train(model, name) for name, model in stages.items()},
+        **{f"{name}, CUDA graphs": with_train(model, name, cuda_graphs=True) for name, model in stages.items()},
         "Hugging Face's Trainer": timed(lambda watch: measure_hugging_face(base, text, setting, watch)),
         **{f"{count} jobs": (lambda count=count: measure_jobs(options, count)) for count in JOBS},
     }
 
 
 def print_table(measured: dict[str, Any]) -> None:
-    print(f"{'':24}{'tokens/s':>12}{'ms a step':>11}{'GPU busy':>10}")
+    print(f"{'':26}{'tokens/s':>12}{'ms a step':>11}{'GPU busy':>10}")
     for name, found in measured.items():
         busy = (found.get("profile") or {}).get("busy share")
         shown = "–" if busy is None else f"{busy:.0%}"
         if "error" in found:
-            print(f"{name:24}{found['error']}")
+            print(f"{name:26}{found['error']}")
         else:
-            print(f"{name:24}{found['tokens/s']:>12,.0f}{found.get('ms a step', float('nan')):>11.1f}{shown:>10}")
+            print(f"{name:26}{found['tokens/s']:>12,.0f}{found.get('ms a step', float('nan')):>11.1f}{shown:>10}")
 
 
 def parse() -> argparse.Namespace:

@@ -21,7 +21,7 @@ from fastweights.rules import RULES, loop
 from fastweights.rules.normalizer import divide, join_state, split_state, with_ones
 from fastweights.utils.errors import Argument, FastWeightsError
 
-__all__ = ["BACKENDS", "add", "apply", "decay", "delta", "gated", "gated_delta", "runs_window_kernels", "use_backend"]
+__all__ = ["BACKENDS", "add", "apply", "decay", "delta", "gated", "gated_delta", "use_backend"]
 
 
 def _triton(*args: Any, float32_output: bool = False) -> tuple[Tensor, Tensor]:
@@ -288,10 +288,15 @@ def runs_window_kernels(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
     `use_backend` decides here, too: "triton" chooses them wherever they can run, also in Triton's interpreter.
     """
-    backend = _override[-1] if _override else "auto"
-    if backend not in ("auto", "triton"):
-        return False
-    return window_unsupported_reason(q, k, v, interpreter=backend == "triton") is None
+    chosen = _override[-1] if _override else "auto"
+    return chosen in ("auto", "triton") and window_unsupported_reason(q, k, v, chosen == "triton") is None
+
+
+def runs_head_loss_kernel(logits: Tensor) -> bool:
+    """Whether losses on these logits run with the kernel (ops.head_loss); `use_backend` decides as for the window."""
+    chosen = _override[-1] if _override else "auto"
+    reason = unsupported_reason(logits.device, logits.dtype, interpreter=chosen == "triton")
+    return chosen in ("auto", "triton") and reason is None
 
 
 def _check_backend(backend: str) -> None:

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import signal
+import sys
 import time
 import warnings
 import zlib
@@ -96,7 +97,7 @@ UNREAD_STEPS = {"cuda": 1}
 WINDOW_DROPOUT = 2
 # Key of a batch: the rows [B] bool that are trained without the window.
 WITHOUT_WINDOW = "without_window"
-# Key of a micro-batch that runs as a graph: what its loss is divided by, [] float32.
+# Key of a micro-batch that runs as a graph: what its loss is divided by, [rows] float32, all equal.
 DIVISOR = "divisor"
 # Devices whose micro-batches may run as graphs.
 GRAPH_DEVICES = ("cuda",)
@@ -291,6 +292,8 @@ class Trainer:
         self.progress = saved.Progress()
         self.log: list[dict[str, Any]] = []
         self._validation_seconds: float | None = None
+        # Rows at once that are known to be the most that fit.
+        self._most_rows = sys.maxsize
         with self.signals(), self._stoppable(always=True):
             self._load()
         self._start_time = time.perf_counter() - self.progress.seconds
@@ -519,13 +522,16 @@ class Trainer:
         before = self.progress.step - self.progress.stage_step
         active = _ActiveStage(stage, batches, module, optimizer, watch, lora, before)
         if self.recipe.cuda_graphs and self.device.type in GRAPH_DEVICES and self.world_size == 1:
-            trained = [p for group in optimizer.param_groups for p in group["params"]]
-
-            def backward(part: Batch, total: Tensor) -> None:
-                self._backward(active, part, part[DIVISOR], total)
-
-            active.graphed = GraphedBackward(backward, trained, self.device)
+            active.graphed = self._graphed(active)
         return active
+
+    def _graphed(self, active: _ActiveStage) -> GraphedBackward:
+        trained = [p for group in active.optimizer.param_groups for p in group["params"]]
+
+        def backward(part: Batch, total: Tensor) -> None:
+            self._backward(active, part, part[DIVISOR][0], total)
+
+        return GraphedBackward(backward, trained, self.device)
 
     def _fit_outputs(self, stage: Stage, batches: PackedBatches) -> None:
         """Fit the new layers on the first batches: all of their rows in every process, for equal results."""
@@ -598,7 +604,8 @@ class Trainer:
         # a batch of a conversation's questions has no targets, and the loss 0
         parts = [without_plain_positions(part) for part in split(batch, self._rows_at_once(active.stage))]
         if active.graphed is not None:
-            parts = [part | {DIVISOR: torch.tensor(float(max(1, count)))} for part in parts]
+            # one for each row, so that parts can be split again
+            parts = [part | {DIVISOR: torch.full((len(part["input_ids"]),), float(max(1, count)))} for part in parts]
         if self.device.type == "cuda":
             parts = [{name: rows.pin_memory() for name, rows in part.items()} for part in parts]
         return _StepData(parts, max(1, count))
@@ -665,8 +672,11 @@ class Trainer:
 
         The host does not wait for the device: nothing that it computes is read here. `_read_steps` reads the loss.
         """
-        torch.manual_seed((self.recipe.seed * 1_000_003 + active.steps_before + step) * self.world_size + self.rank)
-        loss_and_stop = self._accumulate_gradients(active, data)
+        seed = (self.recipe.seed * 1_000_003 + active.steps_before + step) * self.world_size + self.rank
+        loss_and_stop = None
+        while loss_and_stop is None:
+            torch.manual_seed(seed)
+            loss_and_stop = self._try_to_accumulate_gradients(active, data)
         norm = clip_gradients(active.optimizer, active.stage.clip)
         values = Readback(torch.cat([loss_and_stop.double(), norm.double()[None]]))
         set_learning_rate(active.optimizer, share)
@@ -675,6 +685,27 @@ class Trainer:
             active.optimizer.zero_grad(set_to_none=True)
         active.unread.append(_UnreadStep(step + 1, share * active.stage.learning_rate, values))
 
+    def _try_to_accumulate_gradients(self, active: _ActiveStage, data: _StepData) -> Tensor | None:
+        """`_accumulate_gradients`; None where memory was short: then try again, which takes fewer rows at once.
+
+        The first step finds what fits: the estimate of `micro_batch_size` may be too high for a model.
+        """
+        rows = min(self._most_rows, max(len(part["input_ids"]) for part in data.parts))
+        try:
+            return self._accumulate_gradients(active, data)
+        except torch.OutOfMemoryError:
+            if rows == 1 or self.recipe.micro_batch is not None or self.world_size > 1:
+                raise
+        # After the except block: the error holds on to the tensors of the forward pass.
+        self._most_rows = rows // 2
+        active.optimizer.zero_grad(set_to_none=True)
+        if active.graphed is not None:
+            active.graphed = self._graphed(active)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.display.print(f"out of memory with {rows} sequences at once: goes on with {self._most_rows}")
+        return None
+
     def _accumulate_gradients(self, active: _ActiveStage, data: _StepData) -> Tensor:
         """Back-propagate this process's rows of a step.
 
@@ -682,15 +713,16 @@ class Trainer:
             On the device, the same in all processes: the loss of the whole batch, and how many processes have received
             a signal. One that arrives after this waits for the next step.
         """
+        parts = [smaller for part in data.parts for smaller in split(part, self._most_rows)]
         if active.graphed is not None:
             active.graphed.start()
-            for part in data.parts:
+            for part in parts:
                 active.graphed(part)
             total = active.graphed.total
         else:
             total = torch.zeros((), device=self.device)
-            for number, part in enumerate(data.parts):
-                with self._gradient_sync(active.module, number == len(data.parts) - 1):
+            for number, part in enumerate(parts):
+                with self._gradient_sync(active.module, number == len(parts) - 1):
                     self._backward(active, self._on_device(part), data.divisor, total)
         signalled = torch.full_like(total, float(self.stop_signal > 0))
         return self.accelerator.reduce(torch.stack([total, signalled]), "sum")

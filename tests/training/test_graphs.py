@@ -14,6 +14,7 @@ from helpers.training import (
     Files,
     assert_same_run,
     crash_after,
+    losses_of,
     make_recipe,
     make_train_config,
     resume_in,
@@ -25,7 +26,9 @@ from torch import Tensor
 
 from fastweights.training import graphs, trainer
 from fastweights.training.graphs import GraphedBackward
+from fastweights.training.losses import StageLoss
 from fastweights.training.recipe import RecipeError
+from fastweights.training.trainer import TrainingError
 
 
 @pytest.fixture(scope="module")
@@ -118,3 +121,29 @@ def test_captured_step_equals_the_step_itself() -> None:
         expected = sum((part.cuda() @ weight).square().mean() for part in parts)
         (gradient,) = torch.autograd.grad(expected, weight)
         assert torch.allclose(found, gradient, rtol=1e-4, atol=1e-6) and torch.allclose(loss, expected.detach())
+
+
+@pytest.mark.parametrize("use_graphs", [False, True])
+def test_micro_batches_are_halved_until_they_fit_into_memory(
+    files: Files, tmp_path: Path, replayed: list[int], monkeypatch: pytest.MonkeyPatch, use_graphs: bool
+) -> None:
+    """What memory is short for in the middle of a step is tried again: the run is that of smaller micro-batches."""
+    stage = (dict(CHAIN[1], tokens=3 * STEP),)
+    train_in(tmp_path / "small", make_train_config(files, make_recipe(stage, micro_batch=1)))
+    forward, tried = StageLoss.forward, []
+
+    def short(loss: StageLoss, batch: dict[str, Tensor], score: bool = False) -> Tensor:
+        if not score:
+            tried.append(len(batch["input_ids"]))
+        if not score and tried[-1] > 1:
+            raise torch.OutOfMemoryError("no room")
+        return forward(loss, batch, score)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(StageLoss, "forward", short)
+        train_in(tmp_path / "halved", make_train_config(files, make_recipe(stage, cuda_graphs=use_graphs)))
+        assert [rows for rows in tried if rows > 1] == [4, 2] and 1 in tried
+        # rows that are one document may have positions all the same
+        assert losses_of(tmp_path / "halved") == pytest.approx(losses_of(tmp_path / "small"), rel=1e-5)
+        with pytest.raises(TrainingError, match="out of memory: take fewer sequences at once"):
+            train_in(tmp_path / "given", make_train_config(files, make_recipe(stage, micro_batch=4)))
