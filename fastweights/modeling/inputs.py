@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from fastweights.modeling.cache import FastWeightsCache
+from fastweights.modeling.document_attention import documents_mask, uses_document_kernels
 from fastweights.modeling.families import Family
 from fastweights.modeling.layer import SequenceInfo
 from fastweights.modeling.packing import document_mask, packed_starts
@@ -69,7 +70,8 @@ class DecoderMixin(Base):
         inputs["position_ids"] = limit_positions(self, inputs["position_ids"])
         inputs |= {"past_key_values": cache, "use_cache": cache is not None}
         inputs["attention_mask"] = self._attention_mask(inputs, reset, tokens, cache)
-        outputs = forward(self, **inputs, fast_weights=SequenceInfo(mask, reset))
+        info = SequenceInfo(mask, reset) if mask is not None else SequenceInfo.packed(reset)
+        outputs = forward(self, **inputs, fast_weights=info)
         if cache is not None:
             cache.advance(tokens, mask)
         return outputs
@@ -101,6 +103,8 @@ class DecoderMixin(Base):
         mask, (batch, length) = inputs.get("attention_mask"), tokens.shape[:2]
         if not self._is_hybrid:
             return torch.empty(batch, 1, length, 0, dtype=torch.bool, device=tokens.device)
+        if mask is None and cache is None and uses_document_kernels(self):
+            return documents_mask(tokens, reset)
         if isinstance(mask, dict):
             by_layer_type = {name: each for name, each in mask.items() if name != TOKEN_MASK}
             return by_layer_type.get("attention", by_layer_type)

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from fastweights import ops
 from fastweights.config import LOCAL, ONE_GATE, ConfigError, FastWeightsConfig
 from fastweights.modeling import ablations
-from fastweights.modeling.window import WindowCache, local_attention
+from fastweights.modeling.window import WindowCache, local_attention, whole_sequence_attention
+from fastweights.ops.window import Documents, documents_of
 from fastweights.rules import RULES
 from fastweights.rules.feature_maps import MAPS, input_width, sum_normalize, unit_normalize
 from fastweights.utils.errors import Argument
@@ -65,10 +66,17 @@ class SequenceInfo(NamedTuple):
     Attributes:
         mask: [B,T] bool, True for real tokens. None: all are real.
         reset: [B,T] bool, True at document starts. None: no boundaries.
+        documents: those of `reset`, so that not every layer finds them. None: a layer does.
     """
 
     mask: Tensor | None = None
     reset: Tensor | None = None
+    documents: Documents | None = None
+
+    @classmethod
+    def packed(cls, reset: Tensor | None) -> SequenceInfo:
+        """For rows of whole documents, without padding."""
+        return cls(None, reset, None if reset is None else documents_of(reset))
 
 
 class HeadNorm(nn.Module):
@@ -186,10 +194,13 @@ class LocalAttention(nn.Module):
         self.projections = Projections(shape, shape.kv_heads, shape.head_dim, shape.rotary_dim // 2)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, info: SequenceInfo, layer_cache: Any) -> Tensor:
-        past = None if layer_cache is None else layer_cache.get_all(WindowCache)
-        y, past = local_attention(q, k, v, self.window, past, info.mask, info.reset, self.softcap, self.sinks)
-        if layer_cache is not None:
-            layer_cache.put_all(past)
+        options: dict[str, Any] = dict(
+            window=self.window, mask=info.mask, reset=info.reset, softcap=self.softcap, sinks=self.sinks
+        )
+        if layer_cache is None:
+            return whole_sequence_attention(q, k, v, documents=info.documents, **options)
+        y, past = local_attention(q, k, v, past=layer_cache.get_all(WindowCache), **options)
+        layer_cache.put_all(past)
         return y
 
 

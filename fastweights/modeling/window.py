@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fastweights import ops
+from fastweights.ops.window import Documents, documents_of, window_attention
+
 
 class WindowCache(NamedTuple):
     """Keys and values of the first n and the last w - 1 tokens of a document: each token once, in order, real ones
@@ -32,6 +35,44 @@ class WindowCache(NamedTuple):
 def cached_tokens(window: int, sinks: int) -> int:
     """How many tokens a WindowCache holds."""
     return sinks + window - 1
+
+
+def whole_sequence_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int,
+    mask: Tensor | None = None,
+    reset: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: int = 0,
+    documents: Documents | None = None,
+) -> Tensor:
+    """`local_attention` of a sequence from its start on, without a cache: with kernels where they run.
+
+    Args:
+        documents: those of `reset`, where they are known already.
+    """
+    q, k, v = (x.to(autocast_dtype(x)) for x in (q, k, v))
+    if not ops.runs_window_kernels(q, k, v):
+        return local_attention(q, k, v, window, None, mask, reset, softcap, sinks)[0]
+    if mask is None:
+        documents = documents_of(reset) if documents is None and reset is not None else documents
+        return window_attention(q, k, v, window, sinks, documents, softcap)
+    document = torch.zeros_like(mask, dtype=torch.long) if reset is None else reset.cumsum(1)
+    order = mask.int().argsort(dim=1, stable=True)
+    q, k, v, real, document = (_reorder(x, order) for x in (q, k, v, mask, document))
+    index = torch.arange(q.shape[1], device=q.device)
+    documents = documents_of(~real | (_document_starts(real, document) == index))
+    y = window_attention(q, k, v, window, sinks, documents, softcap)
+    return _reorder(y, order.argsort(dim=1)).masked_fill(~mask[..., None, None], 0)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which products with a tensor are computed: under autocast, that of autocast."""
+    kind = x.device.type
+    lower = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if lower else x.dtype
 
 
 def local_attention(

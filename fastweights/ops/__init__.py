@@ -18,6 +18,7 @@ from torch import Tensor
 from fastweights.ops.chunked import chunked
 from fastweights.ops.device import unsupported_reason
 from fastweights.ops.slots import run_slots
+from fastweights.ops.window import window_unsupported_reason
 from fastweights.rules import RULES, loop
 from fastweights.rules.normalizer import divide, join_state, split_state, with_ones
 from fastweights.utils.errors import Argument, FastWeightsError
@@ -358,6 +359,22 @@ def _choose(backend: str, q: Tensor, k: Tensor, v: Tensor, m: int) -> str:
     if backend == "triton":
         raise FastWeightsError(Argument("backend"), f"='triton' cannot run here: {reason}; use 'auto' or 'chunked'")
     return "loop" if q.shape[1] == 1 else "chunked"
+
+
+def runs_window_kernels(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether attention to a window of these tensors runs with the kernels (ops.window) rather than in torch.
+
+    `use_backend` decides here, too: "triton" chooses them wherever they can run, also in Triton's interpreter.
+    """
+    chosen = _override[-1] if _override else "auto"
+    return chosen in ("auto", "triton") and window_unsupported_reason(q, k, v, chosen == "triton") is None
+
+
+def runs_head_loss_kernel(logits: Tensor) -> bool:
+    """Whether losses on these logits run with the kernel (ops.head_loss); `use_backend` decides as for the window."""
+    chosen = _override[-1] if _override else "auto"
+    reason = unsupported_reason(logits.device, logits.dtype, interpreter=chosen == "triton")
+    return chosen in ("auto", "triton") and reason is None
 
 
 def _check_backend(backend: str) -> None:

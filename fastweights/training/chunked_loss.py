@@ -22,8 +22,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fastweights import ops
 from fastweights.data.batches import IGNORED
 from fastweights.modeling.adaptive_input import AdaptiveSoftmax
+from fastweights.ops.head_loss import head_loss_in_place
 
 # Elements of a chunk's logits, at most, and the bytes that a loss needs for each: up to 13 float32 copies.
 LOGITS_AT_ONCE, LOGITS_ON_GPU, BYTES_A_LOGIT = 2**24, 2**27, 52
@@ -198,6 +200,7 @@ class _HeadLoss(torch.autograd.Function):
         chunks = -(-len(hidden) * len(weight) // logits_at_once(hidden.device, config.memory_share))
         tokens = -(-len(hidden) // chunks)
         of_chunk = _compiled_chunk() if config.compiled and hidden.is_cuda else _chunk
+        fused = not config.top_k and shares is None and ops.runs_head_loss_kernel(hidden)
         for start in range(0, len(hidden), tokens):
             at = slice(start, start + tokens)
             x = hidden[at]
@@ -212,8 +215,11 @@ class _HeadLoss(torch.autograd.Function):
                 config.temperature,
                 config.top_k,
             )
-            shares_at = None if shares is None else shares[at]
-            loss, gradient = of_chunk(logits, teacher_logits, labels[at], shares_at, *scalars, any(needed))
+            chunk = logits, teacher_logits, labels[at]
+            if fused:
+                loss, gradient = _fused_chunk(*chunk, *scalars, any(needed))
+            else:
+                loss, gradient = of_chunk(*chunk, None if shares is None else shares[at], *scalars, any(needed))
             losses.append(loss)
             if gradient is None:
                 continue
@@ -273,6 +279,23 @@ def _chunk(
     if softcap is not None:
         gradient = gradient * (1 - (capped / softcap).square())
     return total, torch.where(counted[:, None], gradient, 0.0).to(logits.dtype)
+
+
+def _fused_chunk(
+    logits: Tensor,
+    teacher_logits: Tensor | None,
+    labels: Tensor,
+    softcap: float | None,
+    teacher_softcap: float | None,
+    cross_entropy: float,
+    temperature: float,
+    top_k: int,
+    with_gradient: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """`_chunk` as one kernel, without top_k. The gradient takes the memory of the logits."""
+    scalars = (softcap, teacher_softcap, cross_entropy, temperature)
+    loss = head_loss_in_place(logits, teacher_logits, labels, *scalars, IGNORED, with_gradient)
+    return loss, logits if with_gradient else None
 
 
 def _top_k_divergence(student: Tensor, teacher: Tensor, top_k: int) -> tuple[Tensor, Tensor]:

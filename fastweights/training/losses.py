@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fastweights.data.batches import IGNORED
 from fastweights.modeling.classes import FastWeightsMixin
+from fastweights.modeling.document_attention import documents_mask, uses_document_kernels
 from fastweights.modeling.families import family_of
 from fastweights.modeling.layer import FastWeightsAttention, SequenceInfo, converted_layers
 from fastweights.modeling.packing import checked_inputs, document_mask, document_starts
@@ -39,14 +40,18 @@ def run_model(model: Any, batch: Batch, **options: Any) -> Any:
     """Run a model with the documents of each row separated.
 
     A batch without positions has rows of one document each (see `without_plain_positions`): attention then needs no
-    mask.
+    mask. A model with `use_document_kernels` never needs one.
     """
     inputs: dict[str, Any] = {"input_ids": batch["input_ids"], "use_cache": False, **options}
-    positions = batch.get("position_ids")
+    positions, converted = batch.get("position_ids"), isinstance(model, FastWeightsMixin)
     if positions is not None:
         inputs["position_ids"] = positions
-        if not isinstance(model, FastWeightsMixin) and not family_of(model).masks_documents:
-            inputs["attention_mask"] = document_mask(model, positions)
+    if not converted and uses_document_kernels(model):
+        inputs["attention_mask"] = documents_mask(batch["input_ids"], sequence_info(batch).reset)
+        if positions is None:  # OPT would count them with the mask
+            inputs["position_ids"] = torch.arange(batch["input_ids"].shape[1], device=batch["input_ids"].device)[None]
+    elif positions is not None and not converted and not family_of(model).masks_documents:
+        inputs["attention_mask"] = document_mask(model, positions)
     with checked_inputs(), _without_padding_check(model.config):
         return model(**inputs)
 
@@ -72,7 +77,7 @@ def without_plain_positions(batch: Batch) -> Batch:
 def sequence_info(batch: Batch) -> SequenceInfo:
     """What layers must know about a batch: where its documents start."""
     positions = batch.get("position_ids")
-    return SequenceInfo(None, None if positions is None else document_starts(positions))
+    return SequenceInfo.packed(None if positions is None else document_starts(positions))
 
 
 def hidden_of(model: Any, batch: Batch) -> Tensor:

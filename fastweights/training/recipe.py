@@ -128,6 +128,9 @@ class Recipe:
         False, "Recompute activations instead of storing them: slower, but less memory."
     )
     compile: bool = setting(False, "Compile the blocks with torch.compile on a GPU: slower to start, faster steps.")
+    cuda_graphs: bool = setting(
+        False, "Run each micro-batch as a CUDA graph on a GPU, in a run of one process: less work for the host."
+    )
     dropout: bool = setting(False, "Use the dropout of the pretrained model while training.")
     lora: int = setting(
         0,
@@ -148,6 +151,9 @@ class Recipe:
         check_settings(self, RecipeError)
         if not self.stages:
             raise RecipeError(Argument("stages"), " must name at least one stage")
+        for name in ("dropout", "gradient_checkpointing"):
+            if self.cuda_graphs and getattr(self, name):
+                raise RecipeError(Argument("cuda_graphs"), " cannot be used with ", Argument(name), ": leave one out")
         for stage in self.stages:
             length = self.length_of(stage)
             if self.batch_tokens % length:

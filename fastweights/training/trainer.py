@@ -13,6 +13,7 @@ import json
 import math
 import os
 import signal
+import sys
 import time
 import warnings
 import zlib
@@ -38,6 +39,7 @@ from fastweights.data.token_files import TokenFile, check_vocabulary, prepare
 from fastweights.loading import load, load_tokenizer, require_tokenizer
 from fastweights.model_paths import display_name
 from fastweights.modeling.classes import FastWeightsMixin
+from fastweights.modeling.document_attention import use_document_kernels
 from fastweights.modeling.families import family_of
 from fastweights.modeling.layer import converted_layers
 from fastweights.modeling.modes import autocast, is_low_precision, without_window
@@ -54,6 +56,7 @@ from fastweights.results import (
 from fastweights.tokenization import unknown_words
 from fastweights.training import checkpoint as saved
 from fastweights.training.checks import check_run, check_tracker
+from fastweights.training.graphs import GraphedBackward
 from fastweights.training.log import read_log, truncate_log
 from fastweights.training.losses import Batch, StageLoss, next_token_loss, without_plain_positions
 from fastweights.training.micro_batch import micro_batch_size
@@ -97,6 +100,10 @@ UNREAD_STEPS = {"cuda": 1}
 WINDOW_DROPOUT = 2
 # Key of a batch: the rows [B] bool that are trained without the window.
 WITHOUT_WINDOW = "without_window"
+# Key of a micro-batch that runs as a graph: what its loss is divided by, [rows] float32, all equal.
+DIVISOR = "divisor"
+# Devices whose micro-batches may run as graphs.
+GRAPH_DEVICES = ("cuda",)
 
 
 class Interrupted(Stopped):
@@ -247,6 +254,7 @@ class _ActiveStage:
 
     module: Its StageLoss, distributed over the processes.
     steps_before: Steps of the stages before.
+    graphed: What back-propagates micro-batches as CUDA graphs. None: nothing does.
     started: When it started, or would have if it had not been interrupted.
     unread: Steps that were made and are not in the log and the progress yet.
     """
@@ -258,6 +266,7 @@ class _ActiveStage:
     watch: DivergenceWatch
     lora: Any
     steps_before: int
+    graphed: GraphedBackward | None = None
     started: float = 0.0
     unread: deque[_UnreadStep] = field(default_factory=deque)
 
@@ -286,6 +295,8 @@ class Trainer:
         self.progress = saved.Progress()
         self.log: list[dict[str, Any]] = []
         self._validation_seconds: float | None = None
+        # Rows at once that are known to be the most that fit.
+        self._most_rows = sys.maxsize
         with self.signals(), self._stoppable(always=True):
             self._load()
         self._start_time = time.perf_counter() - self.progress.seconds
@@ -413,7 +424,9 @@ class Trainer:
         if isinstance(teacher, FastWeightsMixin) and any(stage.teaches_layers for stage in self.recipe.stages):
             name = teacher.config._name_or_path
             raise TrainingError(Argument("teacher"), f" {name} is converted itself: transfer and fit need attention")
-        return teacher.eval().requires_grad_(False).to(self.device)
+        teacher = teacher.eval().requires_grad_(False).to(self.device)
+        use_document_kernels(teacher)
+        return teacher
 
     def _prepare(self, source: str, before: list[Any] | None) -> TokenFile:
         """The tokens of a text. One process tokenizes; the others find its file.
@@ -490,6 +503,8 @@ class Trainer:
         """Prepare the student for the loss of the current stage, and restore the optimizer where the run resumes."""
         number, resumed = self.progress.stage, self.progress.stage_step > 0
         stage, batches, student = self.recipe.stages[number], self.batches[number], self.student.to(self.device)
+        if not self.recipe.dropout:
+            use_document_kernels(student)
         if self.teacher is not None:  # an earlier stage may have compiled it
             uncompile_blocks(self.teacher)
         fitted = resumed or (self.progress.step == 0 and self.last is not None)  # the checkpoint of step 0 has the fit
@@ -511,7 +526,18 @@ class Trainer:
             if line["stage"] == number and "loss" in line:
                 watch.update(line["loss"])
         before = self.progress.step - self.progress.stage_step
-        return _ActiveStage(stage, batches, module, optimizer, watch, lora, before)
+        active = _ActiveStage(stage, batches, module, optimizer, watch, lora, before)
+        if self.recipe.cuda_graphs and self.device.type in GRAPH_DEVICES and self.world_size == 1:
+            active.graphed = self._graphed(active)
+        return active
+
+    def _graphed(self, active: _ActiveStage) -> GraphedBackward:
+        trained = [p for group in active.optimizer.param_groups for p in group["params"]]
+
+        def backward(part: Batch, total: Tensor) -> None:
+            self._backward(active, part, part[DIVISOR][0], total)
+
+        return GraphedBackward(backward, trained, self.device)
 
     def _fit_outputs(self, stage: Stage, batches: PackedBatches) -> None:
         """Fit the new layers on the first batches: all of their rows in every process, for equal results."""
@@ -583,6 +609,9 @@ class Trainer:
             count = count_targets(batch)
         # a batch of a conversation's questions has no targets, and the loss 0
         parts = [without_plain_positions(part) for part in split(batch, self._rows_at_once(active.stage))]
+        if active.graphed is not None:
+            # one for each row, so that parts can be split again
+            parts = [part | {DIVISOR: torch.full((len(part["input_ids"]),), float(max(1, count)))} for part in parts]
         if self.device.type == "cuda":
             parts = [{name: rows.pin_memory() for name, rows in part.items()} for part in parts]
         return _StepData(parts, max(1, count))
@@ -649,14 +678,39 @@ class Trainer:
 
         The host does not wait for the device: nothing that it computes is read here. `_read_steps` reads the loss.
         """
-        torch.manual_seed((self.recipe.seed * 1_000_003 + active.steps_before + step) * self.world_size + self.rank)
-        loss_and_stop = self._accumulate_gradients(active, data)
+        seed = (self.recipe.seed * 1_000_003 + active.steps_before + step) * self.world_size + self.rank
+        loss_and_stop = None
+        while loss_and_stop is None:
+            torch.manual_seed(seed)
+            loss_and_stop = self._try_to_accumulate_gradients(active, data)
         norm = clip_gradients(active.optimizer, active.stage.clip)
         values = Readback(torch.cat([loss_and_stop.double(), norm.double()[None]]))
         set_learning_rate(active.optimizer, share)
         active.optimizer.step()
-        active.optimizer.zero_grad(set_to_none=True)
+        if active.graphed is None:
+            active.optimizer.zero_grad(set_to_none=True)
         active.unread.append(_UnreadStep(step + 1, share * active.stage.learning_rate, values))
+
+    def _try_to_accumulate_gradients(self, active: _ActiveStage, data: _StepData) -> Tensor | None:
+        """`_accumulate_gradients`; None where memory was short: then try again, which takes fewer rows at once.
+
+        The first step finds what fits: the estimate of `micro_batch_size` may be too high for a model.
+        """
+        rows = min(self._most_rows, max(len(part["input_ids"]) for part in data.parts))
+        try:
+            return self._accumulate_gradients(active, data)
+        except torch.OutOfMemoryError:
+            if rows == 1 or self.recipe.micro_batch is not None or self.world_size > 1:
+                raise
+        # After the except block: the error holds on to the tensors of the forward pass.
+        self._most_rows = rows // 2
+        active.optimizer.zero_grad(set_to_none=True)
+        if active.graphed is not None:
+            active.graphed = self._graphed(active)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.display.print(f"out of memory with {rows} sequences at once: goes on with {self._most_rows}")
+        return None
 
     def _accumulate_gradients(self, active: _ActiveStage, data: _StepData) -> Tensor:
         """Back-propagate this process's rows of a step.
@@ -665,18 +719,28 @@ class Trainer:
             On the device, the same in all processes: the loss of the whole batch, and how many processes have received
             a signal. One that arrives after this waits for the next step.
         """
-        total = torch.zeros((), device=self.device)
-        for number, part in enumerate(data.parts):
-            part = self._on_device(part)
-            last = number == len(data.parts) - 1
-            with self._gradient_sync(active.module, last), self._window_dropout(part):
-                with self._autocast():
-                    loss = active.module(part) / data.divisor
-                # DDP and FSDP take the mean over processes; the loss is a sum over them
-                (loss * self.world_size).backward()
-            total += loss.detach()
+        parts = [smaller for part in data.parts for smaller in split(part, self._most_rows)]
+        if active.graphed is not None:
+            active.graphed.start()
+            for part in parts:
+                active.graphed(part)
+            total = active.graphed.total
+        else:
+            total = torch.zeros((), device=self.device)
+            for number, part in enumerate(parts):
+                with self._gradient_sync(active.module, number == len(parts) - 1):
+                    self._backward(active, self._on_device(part), data.divisor, total)
         signalled = torch.full_like(total, float(self.stop_signal > 0))
         return self.accelerator.reduce(torch.stack([total, signalled]), "sum")
+
+    def _backward(self, active: _ActiveStage, part: Batch, divisor: int | Tensor, total: Tensor) -> None:
+        """Back-propagate a micro-batch on the device, and add its share of the loss to a total."""
+        with self._window_dropout(part):
+            with self._autocast():
+                loss = active.module(part) / divisor
+            # DDP and FSDP take the mean over processes; the loss is a sum over them
+            (loss * self.world_size).backward()
+        total += loss.detach()
 
     def _read_steps(self, active: _ActiveStage, steps: int) -> int:
         """Read the losses of steps that were made, and log them.
