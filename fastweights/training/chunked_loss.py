@@ -208,7 +208,7 @@ class _HeadLoss(torch.autograd.Function):
             teacher_logits = None
             if teacher is not None and teacher_hidden is not None:
                 teacher_logits = F.linear(teacher_hidden[at], teacher.weight, teacher.bias)
-            scalars = (
+            scalars: tuple[Any, ...] = (
                 softcap,
                 None if teacher is None else teacher.softcap,
                 config.cross_entropy,
