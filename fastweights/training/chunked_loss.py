@@ -214,12 +214,13 @@ class _HeadLoss(torch.autograd.Function):
                 config.cross_entropy,
                 config.temperature,
                 config.top_k,
+                any(needed),
             )
             chunk = logits, teacher_logits, labels[at]
             if fused:
-                loss, gradient = _fused_chunk(*chunk, *scalars, any(needed))
+                loss, gradient = _fused_chunk(*chunk, *scalars)
             else:
-                loss, gradient = of_chunk(*chunk, None if shares is None else shares[at], *scalars, any(needed))
+                loss, gradient = of_chunk(*chunk, None if shares is None else shares[at], *scalars)
             losses.append(loss)
             if gradient is None:
                 continue
