@@ -295,7 +295,7 @@ class Trainer:
         self.progress = saved.Progress()
         self.log: list[dict[str, Any]] = []
         self._validation_seconds: float | None = None
-        # Rows at once that are known to be the most that fit.
+        # Rows at once in this stage, at most: fewer when memory was short.
         self._most_rows = sys.maxsize
         with self.signals(), self._stoppable(always=True):
             self._load()
@@ -502,6 +502,7 @@ class Trainer:
     def _start_stage(self) -> _ActiveStage:
         """Prepare the student for the loss of the current stage, and restore the optimizer where the run resumes."""
         number, resumed = self.progress.stage, self.progress.stage_step > 0
+        self._most_rows = sys.maxsize  # stages differ in length and loss
         stage, batches, student = self.recipe.stages[number], self.batches[number], self.student.to(self.device)
         if not self.recipe.dropout:
             use_document_kernels(student)

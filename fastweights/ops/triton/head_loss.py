@@ -16,13 +16,11 @@ from fastweights.ops.triton.primitives import cast_rounded
 
 @triton.jit
 def capped(logits, softcap, HAS_SOFTCAP: tl.constexpr):
-    """softcap * tanh(logits / softcap), and its derivative."""
+    """softcap * tanh(logits / softcap)."""
     logits = logits.to(tl.float32)
-    slope = 1.0
     if HAS_SOFTCAP:
-        share = 2 * tl.sigmoid(2 * logits / softcap) - 1
-        logits, slope = softcap * share, 1 - share * share
-    return logits, slope
+        logits = softcap * (2 * tl.sigmoid(2 * logits / softcap) - 1)
+    return logits
 
 
 @triton.jit
@@ -49,12 +47,12 @@ def head_loss_kernel(
     for start in tl.range(0, size, BLOCK):
         at = start + i
         inside = at < size
-        own, _ = capped(tl.load(logits + at, inside, 0.0), softcap, HAS_SOFTCAP)
-        top, total, _ = add_to_sum(top, total, tl.where(inside, own, none))
+        own = capped(tl.load(logits + at, inside, 0.0), softcap, HAS_SOFTCAP)
+        top, total, decay = add_to_sum(top, total, tl.where(inside, own, none))
         if HAS_TEACHER:
             own = own / temperature
-            hot_top, hot_total, _ = add_to_sum(hot_top, hot_total, tl.where(inside, own, none))
-            other, _ = capped(tl.load(teacher + at, inside, 0.0), teacher_softcap, HAS_TEACHER_SOFTCAP)
+            hot_top, hot_total, decay = add_to_sum(hot_top, hot_total, tl.where(inside, own, none))
+            other = capped(tl.load(teacher + at, inside, 0.0), teacher_softcap, HAS_TEACHER_SOFTCAP)
             other = other / temperature
             kept = tl.where(inside, other, none)
             teacher_top, teacher_total, decay = add_to_sum(teacher_top, teacher_total, kept)
@@ -62,7 +60,7 @@ def head_loss_kernel(
             difference = difference * decay + tl.sum(weighted, 0)
     log_sum = top + tl.log(total)
     counted = label != IGNORED
-    target, _ = capped(tl.load(logits + tl.where(counted, label, 0)), softcap, HAS_SOFTCAP)
+    target = capped(tl.load(logits + tl.where(counted, label, 0)), softcap, HAS_SOFTCAP)
     value = cross_entropy * (log_sum - target)
     if HAS_TEACHER:
         hot_log_sum, teacher_log_sum = hot_top + tl.log(hot_total), teacher_top + tl.log(teacher_total)
@@ -73,11 +71,13 @@ def head_loss_kernel(
         for start in tl.range(0, size, BLOCK):
             at = start + i
             inside = at < size
-            own, slope = capped(tl.load(logits + at, inside, 0.0), softcap, HAS_SOFTCAP)
+            own = capped(tl.load(logits + at, inside, 0.0), softcap, HAS_SOFTCAP)
             gradient = cross_entropy * (tl.exp(own - log_sum) - tl.where(at == label, 1.0, 0.0))
             if HAS_TEACHER:
-                other, _ = capped(tl.load(teacher + at, inside, 0.0), teacher_softcap, HAS_TEACHER_SOFTCAP)
+                other = capped(tl.load(teacher + at, inside, 0.0), teacher_softcap, HAS_TEACHER_SOFTCAP)
                 likely = tl.exp(other / temperature - teacher_log_sum)
                 gradient += temperature * (tl.exp(own / temperature - hot_log_sum) - likely)
-            gradient = tl.where(counted, gradient * slope, 0.0)
+            if HAS_SOFTCAP:
+                gradient *= 1 - (own / softcap) * (own / softcap)
+            gradient = tl.where(counted, gradient, 0.0)
             tl.store(logits + at, cast_rounded(gradient, logits.dtype.element_ty), inside)
