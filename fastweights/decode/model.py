@@ -542,8 +542,9 @@ class DecodeRecurrence:
         self.heads = inputs.heads[0]
         (batch, kv_heads, d), states = self.heads.v.shape, rule.states
         self.states_per_key = states // kv_heads
+        gates = {} if self.by_position else RULES[self.config.rule].gates
         self.gate_logits, start = [], 0
-        for name, width in {} if self.by_position else RULES[self.config.rule].gates.items():
+        for name, width in gates.items():
             linear: Any = rule.gates[name]
             end = start + linear.out_features
             logits, start = inputs.logits[:, start:end], end

@@ -295,6 +295,8 @@ DECODE_MODELS = [
     ("qwen3", 1, dict(rule="gated", m=4, normalize="attention", output_norm=True)),
     ("gemma2", 1, dict(rule="decay", m=6)),
     ("gpt_neox", 1, dict(rule="decay", m=4)),
+    ("llama", 2, dict(rule="abc", m=5, window=3, projections="shared", state_heads="kv", gate_rank=3)),
+    ("gpt2", 1, dict(rule="linformer", m=5, train_length=5)),
 ]
 
 
