@@ -33,9 +33,9 @@ RECOVERY = (
     "# The Call of the Wild",
 )
 VALIDATION = ("# The Picture of Dorian Gray", "# The Invisible Man")
-# Neither for training nor for measuring. Parts of the first stand in other books, too. The others are not, or may not be,
-# in the public domain everywhere: an author, translator or editor died less than 70 years ago, or the scan does not say
-# when it was published (fastweights/packaged/SOURCES.md).
+# Neither for training nor for measuring. Parts of the first stand in other books, too. The others are not in the public
+# domain everywhere, or may not be: an author, translator or editor died less than 70 years ago, or the scan does not
+# say when it was published (fastweights/packaged/SOURCES.md).
 LEFT_OUT = (
     "# The Adventures of Sherlock Holmes",
     "# A Room with a View",
