@@ -51,6 +51,7 @@ TOLERANCES = {
 # Of the memory that is free, what contenders may use together.
 MEMORY_SHARE = 0.8
 TEXTS, TEXT_TOKENS, CHECK_TOKENS = 8, 512, 48
+SHARED = "busy with other work, so that only large ratios mean something"
 
 
 # the processes
@@ -391,6 +392,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--most-tokens", type=int, help="leave out lengths that are more, times the texts")
+    parser.add_argument("--shared", action="store_true", help="say in the result that the machine did other work, too")
     parser.add_argument("--quick", action="store_true", help="256 and 4,096 tokens before, one text, one short turn")
     parser.add_argument("--worker", choices=("Engines", "Transformers"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -430,6 +432,7 @@ def main() -> None:
         "seed": SEED,
         "model": Path(options.gguf).name,
         "llama.cpp": llama["system"],
+        "machine": SHARED if options.shared else "otherwise idle",
         "gguf bytes": sizes,
         "rounds": options.rounds,
         "relative errors": errors,

@@ -261,10 +261,13 @@ class DecodeModel:
 
     def _embed(self) -> None:
         """Embed tokens and positions, into the buffer `hidden` [B,D]."""
-        if isinstance(self.embedding, Tensor):
-            hidden = self.hidden.copy_(self.embedding.index_select(0, self.tokens))
+        hidden = self.hidden
+        if not isinstance(self.embedding, Tensor):
+            hidden.copy_(self.embedding(self.tokens))
+        elif hidden.dtype == self.embedding.dtype:
+            torch.index_select(self.embedding, 0, self.tokens, out=hidden)
         else:
-            hidden = self.hidden.copy_(self.embedding(self.tokens))
+            hidden.copy_(self.embedding.index_select(0, self.tokens))
         if self.embedding_scale is not None:
             hidden.mul_(self.embedding_scale)
         if isinstance(self.position_table, Tensor):
@@ -805,16 +808,16 @@ def c_code_unsupported_reason(model: Any) -> str | None:
     parts = model.family.module_paths
     if parts.attention_out_norm is not None or parts.mlp_out_norm is not None:
         return "it has norms after its attention or its MLP"
+    if any(getattr(module, "q_norm", None) is not None for module in model.modules()):
+        return "it has norms of queries and keys"
     for layer in converted_layers(model).values():
-        rule, local = layer.rule, layer.window
+        rule = layer.rule
         if rule is not None and rule.config.rule not in C_RULES:
             return f"it has the rule {rule.config.rule}"
         if rule is not None and (type(rule.feature_map) is not Identity or rule.config.normalizes_sum):
             return f"it has the feature map {rule.config.feature_map}"
         if rule is not None and rule.output_norm is not None:
             return "it has output_norm"
-        if any(part and part.projections and part.projections.q_norm is not None for part in (rule, local)):
-            return "it has norms of queries and keys"
     return None
 
 
