@@ -46,7 +46,6 @@ def main() -> None:
     options = parser.parse_args()
     tokenizer = load_tokenizer(options.tokenizer)
     encoding.BATCHES_BEFORE = 1
-
     measured = {
         "alone": measure(options.text, tokenizer, 1),
         "two processes": measure(options.text, tokenizer, 2),

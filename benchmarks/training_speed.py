@@ -97,9 +97,14 @@ class Stopwatch(Display):
         super().step(loss, tokens)
         self.add(loss)
 
-    def add(self, loss: float) -> None:
+    def at_edge(self) -> bool:
+        """Whether the next step is the last one before the time is taken, or while it is."""
+        return self._count + 1 - self.setting.warm_up in (0, self.setting.steps)
+
+    def add(self, loss: float | None) -> None:
         self._count += 1
-        self.losses.append(loss)
+        if loss is not None:
+            self.losses.append(loss)
         measured = self._count - self.setting.warm_up
         if measured == 0:
             self.ready()
@@ -138,7 +143,8 @@ def memory(device: str) -> dict[str, float]:
 def summary(profiler: Any) -> dict[str, Any]:
     """The kernels (on a CPU: the operators) that took the most time, and the share of the time in which one ran."""
     kernels, spans = defaultdict[str, list[float]](list), []
-    events = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    on_gpu = (e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA)
+    events = [e for e in on_gpu if not e.is_user_annotation]  # such as the optimizer's, which covers the gaps, too
     for event in events or profiler.events():
         spans.append((event.time_range.start, event.time_range.end))
         kernels[event.name].append(event.time_range.elapsed_us() if events else event.self_cpu_time_total)
@@ -213,19 +219,20 @@ def measure_train(
             return
 
 
-class Batches(torch.utils.data.Dataset):
-    """The rows that `train` reads, for Hugging Face's Trainer, which does not separate their documents."""
+class Rows(torch.utils.data.Dataset):
+    """The rows that `train` reads, in memory, for Hugging Face's Trainer, which does not separate their documents."""
 
     def __init__(self, tokens: TokenFile, setting: Setting) -> None:
-        self.batches = PackedBatches(tokens, setting.length, setting.rows)
-        self.rows = setting.rows
+        batches = PackedBatches(tokens, setting.length, setting.rows)
+        steps = setting.warm_up + setting.steps + PROFILED_STEPS
+        read = [batches.batch(step) for step in range(steps)]
+        self.rows = {name: torch.cat([batch[name] for batch in read]) for name in ("input_ids", "labels")}
 
     def __len__(self) -> int:
-        return 10**6
+        return len(self.rows["input_ids"])
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        batch = self.batches.batch(index // self.rows)
-        return {name: batch[name][index % self.rows] for name in ("input_ids", "labels")}
+        return {name: rows[index] for name, rows in self.rows.items()}
 
 
 class Watching(TrainerCallback):
@@ -233,9 +240,9 @@ class Watching(TrainerCallback):
         self.watch = watch
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        if self.watch.setting.device == "cuda" and self.watch._count % 10 == 0:
-            torch.cuda.synchronize()  # so that the times are those of the GPU
-        self.watch.add(float("nan"))
+        if self.watch.setting.device == "cuda" and self.watch.at_edge():
+            torch.cuda.synchronize()  # so that the whole time is that of the GPU
+        self.watch.add(None)
 
 
 def measure_hugging_face(model: Path, text: Path, setting: Setting, watch: Stopwatch) -> None:
@@ -259,7 +266,7 @@ def measure_hugging_face(model: Path, text: Path, setting: Setting, watch: Stopw
             disable_tqdm=True,
         )
         base = AutoModelForCausalLM.from_pretrained(model)
-        trainer = Trainer(base, arguments, train_dataset=Batches(tokens, setting), callbacks=[Watching(watch)])
+        trainer = Trainer(base, arguments, train_dataset=Rows(tokens, setting), callbacks=[Watching(watch)])
         try:
             trainer.train()
         except Enough:

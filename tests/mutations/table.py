@@ -245,7 +245,7 @@ MUTATIONS = [
     Mutation(
         "the limit does not cut a document",
         "data/token_files",
-        r"document\.ids\[:left\]",
+        r"document\.ids\[:length\]",
         "document.ids",
         ("data/test_token_files.py",),
     ),
