@@ -48,7 +48,7 @@ figures: .venv/.installed
 bench: .venv/.installed
 	$(BIN)/python benchmarks/cpu.py
 
-# A GPU and BOOKS, a text of books as in benchmarks/packaged_model.py, are needed; it took 8 minutes on one H200.
+# BOOKS is a text of books as in benchmarks/packaged_model.py. It takes about 80 minutes on one CPU core.
 packaged-model: .venv/.installed
 	$(BIN)/python benchmarks/packaged_model.py $(BOOKS) --work packaged-model --export fastweights/packaged
 

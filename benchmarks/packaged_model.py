@@ -57,6 +57,7 @@ LEFT_OUT = (
     "# Audels Electric Library Vol 2",
     "# Audels New Electric Library",
 )
+SOURCES = "SOURCES.md"
 VOCABULARY, POSITIONS = 2048, 512
 SIZE = dict(n_layer=4, n_head=4, n_embd=128)
 
@@ -127,9 +128,12 @@ def new_model(vocabulary: int, positions: int, **size: int) -> GPT2LMHeadModel:
 
 def export(checkpoint: Path, work: Path, folder: Path) -> None:
     """Half precision: perplexity is the same to four digits, the file half as large."""
+    sources = (folder / SOURCES).read_bytes() if (folder / SOURCES).is_file() else None
     save(load(checkpoint, dtype=torch.float16), folder, load_tokenizer(checkpoint), overwrite=True)
     for name in ("recovery.txt.xz", "validation.txt.xz"):
         shutil.copyfile(work / name, folder / name)
+    if sources is not None:  # `overwrite` replaces the whole folder
+        (folder / SOURCES).write_bytes(sources)
 
 
 if __name__ == "__main__":
