@@ -109,7 +109,7 @@ def test_windows_match_lm_eval() -> None:
         theirs = list(get_rolling_token_windows(row[1:], row[0], length, context + 1))
         ours = [
             (row[start:end], row[end - scored + 1 : end + 1])
-            for start, end, scored in _windows(tokens, length, context)
+            for start, end, scored in _windows(tokens, length, context, fill_last=True)
         ]
         assert ours == theirs, (tokens, length, context)
 

@@ -484,10 +484,7 @@ def test_runs_are_processes_of_the_program(files: Files, tmp_path: Path, monkeyp
 def test_bad_comparisons_are_refused_before_a_run_starts(files: Files, tmp_path: Path) -> None:
     output = tmp_path / "out"
     grid = write_grid(tmp_path, {"a": {"rule": "decay"}, "deep": {"rule": "decay", "layers": [7]}})
-    assert error_of(*typed(files, "nothing", output)) == (
-        "GRID nothing: no such grid; shipped are design_small, gemma3, paper, paper_ablations, paper_longer, "
-        "paper_own_maps, paper_smollm2, smollm2, smollm2_design, smollm2_final, smollm2_long, or give a YAML file"
-    )
+    assert error_of(*typed(files, "nothing", output)).startswith("GRID nothing: no such grid; shipped are ")
     assert "no such grid" in error_of(*typed(files, tmp_path / "missing.yaml", output))
     assert error_of(*typed(files, grid, output, "--only", "a,b")) == (
         "--only b: the grid has no such run; it has a, deep"

@@ -17,7 +17,7 @@ from transformers import CompileConfig
 import fastweights as fw
 from fastweights.modeling.initialization import block_means
 from fastweights.modeling.layer import PositionWeights, SequenceInfo, converted_layers, positions_after
-from fastweights.training.losses import StageLoss, capture_attention, layer_output
+from fastweights.training.losses import StageLoss, capture_attention, layer_output, sequence_info
 from fastweights.training.recipe import Stage
 
 HEAD_DIM = 8
@@ -163,5 +163,9 @@ def test_packed_documents_train_as_separate_ones(rule: str) -> None:
         assert_close("loss", stage(rows), sum(stage(document) for document in documents), 1e-5)
         together, apart = capture_attention(teacher, rows), [capture_attention(teacher, each) for each in documents]
         for index, layer in converted_layers(model).items():
-            outputs = [layer_output(layer, one[index], each) for one, each in zip(apart, documents, strict=True)]
-            assert_close("output", layer_output(layer, together[index], rows), torch.cat(outputs, dim=1), 1e-5)
+            outputs = [
+                layer_output(layer, captured[index], sequence_info(document))
+                for captured, document in zip(apart, documents, strict=True)
+            ]
+            output = layer_output(layer, together[index], sequence_info(rows))
+            assert_close("output", output, torch.cat(outputs, dim=1), 1e-5)

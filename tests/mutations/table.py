@@ -316,8 +316,8 @@ MUTATIONS = [
     Mutation(
         "a token is scored twice",
         "evaluation/perplexity",
-        r"Window\(done - length, done, scored\)",
-        "Window(done - length, done, min(length, scored + 1))",
+        r"done, scored\)\)\n    return windows",
+        "done, min(length, scored + 1)))\n    return windows",
         (PERPLEXITY,),
     ),
     Mutation(

@@ -133,7 +133,7 @@ def check_steps(model: Any, tolerance: float = 2e-5) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [s for s in SETTINGS if not s.get("output_norm") and s["rule"] != "delta"]
+    [s for s in SETTINGS if not s.get("output_norm") and s["rule"] not in ("delta", "abc", "linformer")]
     + [dict(rule="delta", m=6, rotary="drop", feature_map="none", normalize="unit"), dict(m=6, layers=(0,))],
     ids=name,
 )

@@ -392,10 +392,10 @@ def test_auto_on_gpu_falls_back_where_kernels_cannot_run(m: int, dtype: torch.dt
 
     with FakeTensorMode():
         q, k, v = (torch.empty(1, 9, 2, width, dtype=dtype, device="cuda") for width in (m, m, 4))
-    assert ops._choose("auto", q, k, v) == chosen
+    assert ops._choose("auto", q, k, v, m) == chosen
     if chosen != "triton":
         with pytest.raises(ValueError, match="backend='triton' cannot run here"):
-            ops._choose("triton", q, k, v)
+            ops._choose("triton", q, k, v, m)
 
 
 WRONG_SHAPES = [

@@ -222,7 +222,7 @@ def test_engine_stops_at_nan_in_the_middle_of_a_sequence(monkeypatch: pytest.Mon
     engine = Engine(fw.convert(pretrained("gpt2"), fw.FastWeightsConfig(m=4)))
     (expected,) = engine.generate([[5, 6]], 6)
     steps, step = iter((1.0, 1.0, NAN)), engine.decoder.step
-    monkeypatch.setattr(engine.decoder, "step", lambda: step() * next(steps))
+    monkeypatch.setattr(engine.decoder, "step", lambda slots: step(slots) * next(steps))
     received: list[int] = []
     with pytest.raises(GenerationError, match="after 3 new tokens"):
         engine.generate([[5, 6]], 6, on_token=lambda _, token: received.append(token))
