@@ -32,7 +32,7 @@ LIMITS = {"bfloat16": 5e-3, "float32": 1e-4}
 BIASES = (-4.0, 0.0, 2.0, 6.0)
 TIMED_BIAS = 2.0
 TIMED_OPS = [("decay", 32), ("decay", 4), ("decay", 16), ("decay", 64), ("add", 32), ("gated", 32), ("delta", 32)]
-TIMED_OPS += [("gated_delta", 32), ("gated_delta", 64)]
+TIMED_OPS += [("delta", 64), ("gated_delta", 32), ("gated_delta", 64)]
 PROFILED_RUNS = 5
 PROFILED_ROWS = 12
 
@@ -207,10 +207,11 @@ def run_once(rule: str, m: int, settings: Settings) -> None:
 
 
 def fla(settings: Settings) -> Iterator[dict[str, Any]]:
-    """flash-linear-attention, beside decay and attention; some of its kernels take a whole CUDA context down."""
+    """flash-linear-attention, beside decay, gated_delta and attention; some of its kernels take a whole CUDA context
+    down."""
     result: dict[str, Any] = {"ops": [], "peers": []}
     for shape in shapes(settings):
-        result["ops"] += measured("decay", [32], shape, settings)
+        result["ops"] += [*measured("decay", [32], shape, settings), *measured("gated_delta", [64], shape, settings)]
         yield result
     for row in peers.operations([*peers.TORCH, *peers.FLA], shapes(settings), settings):
         result["peers"].append(row)

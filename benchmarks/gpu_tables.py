@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,6 +14,8 @@ WIDTH = 140
 TIMES = ["forward ms", "forward+backward ms", "peak extra MiB"]
 GRAPH_TIMES = ["graph forward ms", "graph forward+backward ms"]
 ASKED = (32, 16384)
+# Milliseconds in a graph that are asked for, by m and T.
+FORWARD_BACKWARD_MS = {32: {1024: 0.42, 4096: 0.45, 16384: 0.47}, 64: {1024: 0.62, 4096: 0.70, 16384: 0.72}}
 
 Rows = list[dict[str, Any]]
 # The worst of what was found, None where something is missing; how it is to compare; with what.
@@ -28,6 +31,8 @@ def targets(parts: dict[str, Any]) -> dict[str, dict[str, Any]]:
             found[f"relative error, {dtype}"] = (worst, "<=", limit)
     if "kernels" in parts:
         found |= _kernel_targets(parts["kernels"])
+    if "fla" in parts:
+        found |= _fla_targets(parts["fla"])
     if "first_call" in parts:
         waits = [call["waited seconds"] for call in parts["first_call"].get("shapes", {}).values()]
         found["first call on a new shape: seconds"] = (_worst(waits), "<=", 5)
@@ -44,16 +49,40 @@ def targets(parts: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _kernel_targets(part: dict[str, Any]) -> Targets:
-    ours = [row for row in part.get("ops", []) if (row["rule"], row["m"]) == ("decay", 32)]
-    attention = {row["shape"]: row.get("forward+backward ms") for row in part.get("peers", [])}
-    found: Targets = {
-        f"decay, m 32: {key}": (_worst(row.get(key) for row in ours), "<=", limit)
-        for key, limit in zip([*TIMES, *GRAPH_TIMES], (0.12, 0.45, 400, 0.12, 0.45), strict=True)
-    }
+    ours = _of(part, "decay", 32)
+    fastest: dict[str, float] = {}
+    for row in part.get("peers", []):
+        if "forward+backward ms" in row:
+            fastest[row["shape"]] = min(row["forward+backward ms"], fastest.get(row["shape"], math.inf))
+    found: Targets = {"decay, m 32: peak extra MiB": (_worst(row.get("peak extra MiB") for row in ours), "<=", 400)}
+    for m, limits in FORWARD_BACKWARD_MS.items():
+        rows = {row["T"]: row for row in _of(part, "decay", m)}
+        for length, limit in limits.items():
+            in_graph = rows.get(length, {}).get(GRAPH_TIMES[1])
+            found[f"decay, m {m}, T {length}: {GRAPH_TIMES[1]}"] = (in_graph, "<=", limit)
+            launched = _ratio(rows.get(length, {}).get(TIMES[1]), in_graph)
+            found[f"decay, m {m}, T {length}: launched from Python over graph"] = (launched, "<=", 1.15)
     for key in (TIMES[1], GRAPH_TIMES[1]):
-        ratios = [_ratio(row.get(key), attention.get(row["shape"])) for row in ours]
-        found[f"decay, m 32: {key} over SDPA's forward+backward"] = (_worst(ratios), "<=", 1)
+        ratios = [_ratio(row.get(key), fastest.get(row["shape"])) for row in ours]
+        found[f"decay, m 32: {key} over the fastest attention's"] = (_worst(ratios), "<=", 1)
+    decay = {row["T"]: row.get(GRAPH_TIMES[1]) for row in _of(part, "decay", 64)}
+    for rule in ("delta", "gated_delta"):
+        ratios = [_ratio(row.get(GRAPH_TIMES[1]), decay.get(row["T"])) for row in _of(part, rule, 64)]
+        found[f"{rule}, m 64: {GRAPH_TIMES[1]} over decay's"] = (_worst(ratios), "<=", 2)
     return found
+
+
+def _fla_targets(part: dict[str, Any]) -> Targets:
+    ours = {row["shape"]: row.get(TIMES[1]) for row in part.get("ops", []) if row["rule"] == "gated_delta"}
+    kda = [row for row in part.get("peers", []) if row["peer"] == "fla chunk_kda"]
+    ratios = [_ratio(row.get(TIMES[1]), ours.get(row["shape"])) for row in kda]
+    return {"gated_delta, m 64: fla chunk_kda's forward+backward over ours": (_worst(ratios), ">=", 2)}
+
+
+def _of(part: dict[str, Any], rule: str, m: int) -> Rows:
+    """The rows of an operation, each with its length."""
+    rows = [row for row in part.get("ops", []) if (row["rule"], row["m"]) == (rule, m)]
+    return [row | {"T": int(row["shape"].split(", ")[1].removeprefix("T "))} for row in rows]
 
 
 def _decode_targets(part: dict[str, Any]) -> Targets:

@@ -1,4 +1,4 @@
-"""Other libraries that are measured in the same run: flash attention, flash-linear-attention (0.6.0, optional), and
+"""Other libraries that are measured in the same run: attention in torch, flash-linear-attention (0.6.0, optional), and
 Hugging Face's generate with a static cache. For one that fails, the reason is recorded. One whose output differs is not
 timed.
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -40,9 +41,12 @@ LIMIT = 2e-2
 CHECKED_QUERIES = 128
 GATE_BIAS = 2.0
 OPEN = 40.0
-TORCH = [("torch SDPA (flash)", None)]
+# What torch chooses by itself (on Hopper: cuDNN), and FlashAttention 2.
+CHOSEN, FLASH = "torch SDPA", "torch SDPA (flash)"
+TORCH = [(CHOSEN, None), (FLASH, None)]
 # The most important first: time may run out before the last.
 FLA = [
+    ("fla chunk_kda", 64),
     ("fla fused_recurrent_gla(gk, gv)", 32),
     ("fla chunk_gla (key gate only)", 32),
     ("fla fused_recurrent_gla(gk, gv)", 64),
@@ -67,7 +71,8 @@ def operations(
             if settings.time_left() < PEER_SECONDS:
                 yield row | {"error": "left out: the time for this part was up"}
                 continue
-            with freed(settings.device), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            chosen = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if name == FLASH else nullcontext()
+            with freed(settings.device), chosen:
                 try:
                     yield row | _measure(name, m, shape, settings)
                 except Exception as error:
@@ -76,7 +81,7 @@ def operations(
 
 def _measure(name: str, m: int | None, shape: Shape, settings: Settings) -> dict[str, Any]:
     started = time.monotonic()
-    make = _attention if m is None else _fla(name, m)
+    make = _attention if m is None else _kda(m) if name == "fla chunk_kda" else _gla(name, m)
     tensors, run, truth = make(shape, settings.device)
     upstream = torch.randn_like(run(*tensors))
 
@@ -120,7 +125,7 @@ def _attention(shape: Shape, device: str) -> Made:
     return tensors, lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), truth
 
 
-def _fla(name: str, m: int) -> Callable[[Shape, str], Made]:
+def _gla(name: str, m: int) -> Callable[[Shape, str], Made]:
     from fla.ops.gla import chunk_gla, fused_recurrent_gla
 
     both = "gv" in name
@@ -142,6 +147,31 @@ def _fla(name: str, m: int) -> Callable[[Shape, str], Made]:
             gates = logits if both else [*logits, torch.full_like(v, OPEN)]
             one = [x[:1, :, :1].detach().double() for x in (*inputs, *gates)]
             return relative_error(y[:1, :, :1], ops.decay(*one, backend="chunked")[0])
+
+        return tensors, run, truth
+
+    return make
+
+
+def _kda(m: int) -> Callable[[Shape, str], Made]:
+    from fla.ops.kda import chunk_kda
+
+    def make(shape: Shape, device: str) -> Made:
+        def draw(*width: int) -> Tensor:
+            return torch.randn(shape.B, shape.T, shape.H, *width, device=device)
+
+        q, v = draw(m).bfloat16(), draw(shape.d).bfloat16()
+        k = F.normalize(draw(m), dim=-1).bfloat16()
+        f, g = draw(m) + GATE_BIAS, draw() + GATE_BIAS
+        tensors = [x.requires_grad_() for x in (q, k, v, F.logsigmoid(f), g.sigmoid())]
+
+        def run(q: Tensor, k: Tensor, v: Tensor, f: Tensor, g: Tensor) -> Tensor:
+            return chunk_kda(q, k, v, f, g, scale=1.0)[0]
+
+        def truth(y: Tensor) -> float:
+            """One head, in float64."""
+            one = [x[:1, :, :1].detach().double() for x in (q, k, v, f, g)]
+            return relative_error(y[:1, :, :1], ops.gated_delta(*one, backend="chunked")[0])
 
         return tensors, run, truth
 

@@ -10,6 +10,8 @@ from typing import Any
 from fastweights.report.page import Table
 
 ROOT = Path(__file__).parent.parent
+# Names of peers that need a word more in a table.
+PEERS = {"torch SDPA": "attention (torch SDPA)", "torch SDPA (flash)": "attention (torch SDPA, FlashAttention 2)"}
 
 
 def speed_tables() -> dict[str, Table]:
@@ -38,6 +40,7 @@ def _result(name: str) -> dict[str, Any]:
 def _operations(part: dict[str, Any], others: list[dict[str, Any]]) -> list[list[str]]:
     """One line an operation, three lengths side by side: on the device alone, and with Python's launches."""
     shapes = list(dict.fromkeys(row["shape"] for row in part["peers"]))
+    others = [*part["peers"], *(row for row in others if row["m"])]
     lines = [["", "m", *(shape.split(", H")[0] for shape in shapes), "peak MiB"]]
     names = dict.fromkeys((row["rule"], row["m"]) for row in part["ops"])
     for rule, m in names:
@@ -46,14 +49,10 @@ def _operations(part: dict[str, Any], others: list[dict[str, Any]]) -> list[list
         lines.append([rule, str(m), *cells, _peak(rows[shapes[0]])])
     rows = {row["shape"]: row for row in part["ops"] if (row["rule"], row["m"]) == ("decay", 32)}
     lines.append(["decay, launched from Python", "32", *(_times(rows.get(shape, {}), "") for shape in shapes), ""])
-    peers = {row["shape"]: row for row in part["peers"]}
-    lines.append(
-        ["attention (torch SDPA, flash)", "", *(_times(peers[s], "") for s in shapes), _peak(peers[shapes[0]])]
-    )
-    for name, m in dict.fromkeys((row["peer"], row["m"]) for row in others if row["m"] and "peak extra MiB" in row):
+    for name, m in dict.fromkeys((row["peer"], row["m"]) for row in others if "peak extra MiB" in row):
         rows = {row["shape"]: row for row in others if (row["peer"], row["m"]) == (name, m)}
         cells = [_times(rows.get(shape, {}), "") for shape in shapes]
-        lines.append([name, str(m), *cells, _peak(rows[shapes[0]])])
+        lines.append([PEERS.get(name, name), str(m or ""), *cells, _peak(rows[shapes[0]])])
     return lines
 
 
