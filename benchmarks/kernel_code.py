@@ -1,9 +1,11 @@
-"""What decay's kernels compile to for a Hopper GPU: instructions in the loop and registers. Needs no GPU.
+"""What a rule's kernels compile to for a Hopper GPU: instructions, registers, shared memory. Needs no GPU.
 
-    python benchmarks/kernel_code.py [--out results/kernel_code.json]
+    python benchmarks/kernel_code.py [--rule decay] [--m 32] [--dtype bfloat16] [--set prepare=8,1] [--out FILE]
 
-bfloat16, m 32, d 64, as recorded in blocks.json. Instructions are those between the longest backward branch and its
-target, times the program's warps, over the tokens of a tile: what one token costs in warps' issue slots.
+At d 64 and 32 x 1024 tokens of 12 heads, with the launch settings of blocks.json. Loop instructions are those between
+the longest backward branch and its target, times the program's warps, over the tokens of a tile: what one token costs
+in warps' issue slots. Kernels without a loop over tokens have their whole code counted in the same way.
+--set tries another launch setting for a kernel: warps,stages[,registers[,rows]].
 """
 
 from __future__ import annotations
@@ -20,40 +22,45 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fastweights.ops.triton import launch, tiled
-from fastweights.ops.triton.blocks import SEGMENT_TILE, TILE
+from fastweights.ops.triton import blocks, launch
+from fastweights.ops.triton.compile import record_calls
+from fastweights.rules import DELTA_RULES, RULES
 from fastweights.utils.provenance import write_result
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-FLOAT32 = {"starts", "end", "dends", "dstart", "sums", "decays"}
-LAUNCHES = {
-    "forward": (tiled.forward, {"HAS_START": False, "SAVE_STATES": False, "TILE": TILE}),
-    "backward": (tiled.backward, {"TILE": TILE}),
-    "segments": (tiled.segment_sums, {"REVERSE": False, "TILE": SEGMENT_TILE}),
-}
+BATCH, LENGTH, HEADS, D = 32, 1024, 12, 64
+TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int8: "*i8"}
 
 
-def compiled(name: str) -> tuple[Any, int]:
-    kernel, kinds = LAUNCHES[name]
-    shape = launch.ProblemShape("decay", 32, 1024, 12, 32, 64, torch.bfloat16, False, torch.device("cpu"))
-    plan = launch.Plan(shape)
-    choice = getattr(plan.blocks, name)
-    options = {**plan.constants, **kinds, **choice.options}
-    signature: dict[str, str] = {}
-    for argument in kernel.arg_names:
-        known = "constexpr" if argument in options else "i32" if argument in ("length", *tiled.SIZES) else None
-        pointer = "*fp32" if argument in FLOAT32 else "*i8" if argument == "flags" else "*bf16"
-        signature[argument] = known or pointer
-    places = {argument: i for i, argument in enumerate(kernel.arg_names)}
-    constants = {(places[key],): value for key, value in options.items() if key in places}
-    aligned = {(places[key],): [["tt.divisibility", 16]] for key, kind in signature.items() if kind[0] == "*"}
-    settings = {key: value for key, value in options.items() if key not in places}
-    source = ASTSource(kernel, signature, constants, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=settings), choice.warps
+def launches(rule: str, m: int, dtype: torch.dtype) -> list[Any]:
+    """The kernel calls of a forward and a backward pass without a state at the start."""
+    launch.multiprocessors = lambda _: 132  # type: ignore[assignment]
+    options: dict[str, Any] = {"dtype": dtype, "device": "meta"}
+    widths = {"m": m, "d": D, "1": 1}
+    q, k = (torch.empty(BATCH, LENGTH, HEADS, m, **options) for _ in range(2))
+    v = torch.empty(BATCH, LENGTH, HEADS, D, **options)
+    gates = [torch.empty(BATCH, LENGTH, HEADS, widths[width], **options) for width in RULES[rule].gates.values()]
+    plan = launch.Plan(launch.problem_shape(rule, q, k, v, None))
+
+    def both() -> None:
+        y, end, saved = launch.forward(plan, q, k, v, gates, None, None, True)
+        launch.backward(plan, q, k, v, gates, None, saved, y, end)
+
+    return record_calls(both)
 
 
-def figures(name: str) -> dict[str, float]:
-    code, warps = compiled(name)
+def compiled(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    names = kernel.arg_names
+    given = dict(zip(names, args, strict=False))
+    signature = {name: TYPES[x.dtype] if isinstance(x, torch.Tensor) else "i32" for name, x in given.items()}
+    constants = {(i,): options[name] for i, name in enumerate(names) if name in options}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, x in enumerate(args) if isinstance(x, torch.Tensor)}
+    source = ASTSource(kernel, signature | dict.fromkeys(names[len(args) :], "constexpr"), constants, aligned)
+    settings = {name: value for name, value in options.items() if name not in names}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=settings)
+
+
+def figures(code: Any, tokens: int) -> dict[str, float]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(code.asm["cubin"])
         file.flush()
@@ -65,21 +72,41 @@ def figures(name: str) -> dict[str, float]:
         (int(at, 16) - int(target, 16)) // 16
         for at, target in re.findall(r"/\*([0-9a-f]{4,5})\*/[^;\n]*\bBRA\b[^;\n]*0x([0-9a-f]+)", listing)
     ]
+    whole = len(re.findall(r"/\*[0-9a-f]{4,5}\*/\s+\S", listing))
     registers, stack = map(int, re.findall(r"REG:(\d+) STACK:(\d+)", usage)[-1])
-    tokens = SEGMENT_TILE if name == "segments" else TILE
-    per_token = max(loops) * warps / tokens
-    return {"instructions a token": per_token, "registers": registers, "spilled bytes": stack, "warps": warps}
+    warps = code.metadata.num_warps
+    return {
+        "loop instructions a token": max(loops, default=0) * warps / tokens,
+        "instructions a token": whole * warps / tokens,
+        "registers": registers,
+        "spilled bytes": stack,
+        "shared bytes": code.metadata.shared,
+        "warps": warps,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("results/kernel_code.json"))
+    parser.add_argument("--rule", choices=RULES, default="decay")
+    parser.add_argument("--m", type=int, default=32)
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--set", action="append", default=[], metavar="KERNEL=WARPS,STAGES[,REGISTERS[,ROWS]]")
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    found = {name: figures(name) for name in LAUNCHES}
-    for name, row in found.items():
-        print(name, row)
-    what = "decay's kernels compiled for sm_90, bfloat16, m 32, d 64: warp instructions a token in the loop over tiles"
-    write_result(options.out, {"what": what, "seed": 0, "tokens": 0, "kernels": found})
+    dtype, family = getattr(torch, options.dtype), "wy" if options.rule in DELTA_RULES else "tiled"
+    record = blocks.RECORD[blocks.key(family, "16" if dtype == torch.bfloat16 else "32", blocks.padded(options.m))]
+    for setting in options.set:
+        kernel, choice = setting.split("=")
+        record[kernel] = [int(x) for x in choice.split(",")]
+    found = {}
+    for kernel, _, args, given in launches(options.rule, options.m, dtype):
+        if "BM" in given:  # the others are elementwise
+            name, tokens = kernel.__name__, given.get("TILE") or given["CHUNK"]
+            found[name] = figures(compiled(kernel, args, given), tokens)
+            print(f"{name:14}", found[name], flush=True)
+    if options.out:
+        what = f"{options.rule}'s kernels compiled for sm_90, {options.dtype}, m {options.m}, d {D}"
+        write_result(options.out, {"what": what, "seed": 0, "tokens": 0, "kernels": found})
 
 
 if __name__ == "__main__":

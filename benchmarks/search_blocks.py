@@ -1,10 +1,10 @@
 """The small search behind fastweights/ops/triton/blocks.json: warps, pipeline depth and registers of every kernel.
 
-    python benchmarks/search_blocks.py [--out blocks.json] [--bm 16,32] [--families tiled,delta] [--widths 16,32]
+    python benchmarks/search_blocks.py [--out blocks.json] [--bm 16,32] [--families tiled,wy] [--widths 16,32]
 
-For each padded m, rule family and width of an element, each kernel is timed alone at 32 x 1024 tokens of 12 heads of
-d 64, with the others as recorded. Candidates compile in parallel processes first. A choice that fails, or
-whose output differs from the first candidate's, is discarded.
+For each padded m, family of rules and width of an element, the pass that a kernel belongs to is timed at 32 x 1024
+tokens of 12 heads of d 64, with the other kernels as recorded. Candidates compile in parallel processes first. A choice
+that fails, or whose output differs from the first candidate's, is discarded.
 """
 
 from __future__ import annotations
@@ -21,15 +21,25 @@ from typing import Any
 import torch
 
 from fastweights.ops.triton import blocks, launch
-from fastweights.rules import DELTA_RULES, RULES
+from fastweights.rules import RULES
 
 BATCH, LENGTH, HEADS, D = 32, 1024, 12, 64
-FAMILIES = {"tiled": "decay"} | {rule: rule for rule in DELTA_RULES}
+FAMILIES = {"tiled": "decay", "wy": "gated_delta"}
 DTYPES = {"16": torch.bfloat16, "32": torch.float32}
-CANDIDATES = {
-    "forward": [(4, 3, 168), (4, 3, 128), (4, 2, 168), (8, 3, 0), (8, 2, 128), (4, 3, 0)],
-    "backward": [(4, 3, 0), (4, 2, 0), (4, 3, 168), (4, 2, 168), (8, 2, 0), (8, 3, 128), (8, 1, 0)],
-    "segments": [(4, 3, 168), (4, 3, 128), (8, 2, 128), (4, 2, 0)],
+# Warps, pipeline depth, most registers of a thread and, for the kernels that go from chunk to chunk, rows of a slice.
+BY_CHUNK = [(4, 2, 0, 32), (4, 3, 0, 32), (4, 1, 0, 32), (2, 2, 0, 16), (4, 2, 0, 16), (4, 2, 0, 64), (8, 2, 0, 64)]
+CANDIDATES: dict[str, dict[str, list[tuple[int, ...]]]] = {
+    "tiled": {
+        "forward": [(4, 3, 168), (4, 3, 128), (4, 2, 168), (8, 3, 0), (8, 2, 128), (4, 3, 0)],
+        "backward": [(4, 3, 0), (4, 2, 0), (4, 3, 168), (4, 2, 168), (8, 2, 0), (8, 3, 128), (8, 1, 0)],
+        "segments": [(4, 3, 168), (4, 3, 128), (8, 2, 128), (4, 2, 0)],
+    },
+    "wy": {
+        "prepare": [(4, 1, 0), (4, 1, 168), (4, 1, 128), (8, 1, 128), (2, 1, 0)],
+        "forward": BY_CHUNK,
+        "backward": BY_CHUNK,
+        "gradients": [(4, 1, 0), (8, 1, 0), (4, 1, 168), (8, 1, 128)],
+    },
 }
 REPEATS = 7
 
@@ -51,11 +61,11 @@ def pass_of(kernel: str, rule: str, m: int, dtype: torch.dtype, batch: int, leng
         batch, length = max(1, batch // 16), length * 16
     q, k, v, gates, dy = inputs(rule, m, dtype, batch, length)
     plan = launch.Plan(launch.problem_shape(rule, q, k, v, None))
-    if kernel == "forward":
+    if kernel in ("prepare", "forward"):
         return lambda: launch.forward(plan, q, k, v, gates, None, None, True)[:2]
-    _, end, *saved = launch.forward(plan, q, k, v, gates, None, None, True)
+    _, end, saved = launch.forward(plan, q, k, v, gates, None, None, True)
     dend = torch.randn_like(end)
-    if kernel == "backward":
+    if kernel in ("backward", "gradients"):
         return lambda: launch.backward(plan, q, k, v, gates, None, saved, dy, dend)
     return lambda: [
         launch._segment_boundaries(
@@ -98,7 +108,7 @@ def milliseconds(run: Any) -> float:
 
 def search(kernel: str, family: str, width: str, bm: int, tried: list[dict[str, Any]]) -> None:
     best, expected = None, None
-    for choice in CANDIDATES[kernel]:
+    for choice in CANDIDATES[family][kernel]:
         with_choice(kernel, family, width, bm, choice)
         try:
             run = pass_of(kernel, FAMILIES[family], bm, DTYPES[width], BATCH, LENGTH)
@@ -127,11 +137,10 @@ def main() -> None:
     options = parser.parse_args()
     kinds = [
         (kernel, family, width, bm)
-        for family, width, bm, kernel in itertools.product(options.families, options.widths, options.bm, CANDIDATES)
-        # the delta rules multiply in float32 whatever the inputs are, and their segments are their forward kernel
-        if not (family in DELTA_RULES and (kernel == "segments" or width == "16"))
+        for family, width, bm in itertools.product(options.families, options.widths, options.bm)
+        for kernel in CANDIDATES[family]
     ]
-    jobs = [(*kind, choice) for kind in kinds for choice in CANDIDATES[kind[0]]]
+    jobs = [(*kind, choice) for kind in kinds for choice in CANDIDATES[kind[1]][kind[0]]]
     workers = min(len(jobs), os.cpu_count() or 1)
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=compile_some, args=(jobs[i::workers],)) for i in range(workers)]

@@ -53,7 +53,7 @@ def run_kernels(
     elif save_states:
         y, end = _EagerFunction.apply(rule.name, float32_output, flags, state, q, k, v, *gates)
     else:
-        y, end, *_ = launch.forward(
+        y, end, _ = launch.forward(
             _plan(rule.name, q, k, v, flags), q, k, v, gates, flags, state, False, float32_output
         )
     return y, end[:, ::groups]
@@ -75,7 +75,7 @@ class _EagerFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, name, float32_output, flags, state, q, k, v, *gates):
         ctx.plan, ctx.has_state, ctx.gates = _plan(name, q, k, v, flags), state is not None, len(gates)
-        y, end, *saved = launch.forward(ctx.plan, q, k, v, list(gates), flags, state, True, float32_output)
+        y, end, saved = launch.forward(ctx.plan, q, k, v, list(gates), flags, state, True, float32_output)
         ctx.save_for_backward(q, k, v, *gates, flags, *saved)
         return y, end
 
@@ -98,7 +98,7 @@ def rule_op(
     state: Tensor | None,
     save_states: bool,
     float32_output: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> list[Tensor]:
     """A rule over a whole sequence as a custom operator, which torch.compile does not look into.
 
     Args:
@@ -113,9 +113,11 @@ def rule_op(
         float32_output: Whether y is float32, else it has the dtype of v.
 
     Returns:
-        y [B,T,H,d], the last state [B,H,d,m], and three tensors for `rule_backward_op`.
+        y [B,T,H,d], the last state [B,H,d,m] and, with save_states, the tensors for `rule_backward_op`.
     """
-    return launch.forward(_plan(name, q, k, v, flags), q, k, v, gates, flags, state, save_states, float32_output)  # type: ignore[return-value]
+    plan = _plan(name, q, k, v, flags)
+    y, end, saved = launch.forward(plan, q, k, v, gates, flags, state, save_states, float32_output)
+    return [y, end, *saved]
 
 
 @rule_op.register_fake
@@ -123,9 +125,8 @@ def _(name, q, k, v, gates, flags, state, save_states, float32_output):
     plan = launch.Plan(launch.problem_shape(name, q, k, v, flags))  # sizes may be symbols, which no cache can look up
     shape = plan.shape
     end = v.new_empty(shape.batch, shape.heads, shape.d, shape.m, dtype=torch.float32)
-    dtypes = (plan.state_dtype, torch.float32, torch.float32)
-    saved = [v.new_empty(size, dtype=dtype) for size, dtype in zip(plan.saved_shapes(save_states), dtypes, strict=True)]
-    return v.new_empty(v.shape, dtype=torch.float32 if float32_output else v.dtype), end, *saved
+    y = v.new_empty(v.shape, dtype=torch.float32 if float32_output else v.dtype)
+    return [y, end, *(v.new_empty(size, dtype=dtype) for size, dtype in plan.saved() if save_states)]
 
 
 @torch.library.custom_op("fastweights::rule_backward", mutates_args=())
@@ -145,7 +146,7 @@ def rule_backward_op(
     Args:
         name: The rule.
         q: As in `rule_op`, like k, v, gates and flags.
-        saved: The last three tensors that it returned.
+        saved: What it returned after the last state.
         dy: Gradient of y.
         dend: Gradient of the last state.
 
@@ -166,7 +167,8 @@ def _setup(ctx, inputs, output):
     ctx.save_for_backward(q, k, v, *gates, flags, *output[2:])
 
 
-def _backward(ctx, dy, dend, *_):
+def _backward(ctx, gradients):
+    dy, dend, *_ = gradients
     dq, dk, dv, dstart, *dgates = rule_backward_op(ctx.name, *_unpack_saved(ctx), dy.contiguous(), dend.contiguous())
     return None, dq, dk, dv, dgates, None, dstart if ctx.has_state else None, None, None
 

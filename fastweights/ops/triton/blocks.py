@@ -1,7 +1,6 @@
 """Recorded launch settings of the training kernels, so that a first call only compiles and never searches.
 
-benchmarks/search_blocks.py is the search. It found the records of tiled/16 up to m = 64; the others were set by hand,
-those of gated_delta without a GPU: they are delta's.
+benchmarks/search_blocks.py is the search.
 """
 
 from __future__ import annotations
@@ -18,6 +17,8 @@ from fastweights.rules import DELTA_RULES
 # of 32 would overflow float32. Kernels that never divide by a gate use SEGMENT_TILE.
 TILE = 16
 SEGMENT_TILE = 32
+# Tokens of the delta rules' chunks: two tiles, which have a reference point each (wy.py).
+CHUNK = 2 * TILE
 SCAN_BLOCK = 512
 # Wider states are cut into slices of this many rows, one program each. The largest float32 states use half as many:
 # their kernels would otherwise take a quarter of a minute to compile.
@@ -25,11 +26,13 @@ WIDEST_SLICE = 64
 
 
 class LaunchConfig(NamedTuple):
-    """Warps of a kernel, the depth of its software pipeline, and the most registers of a thread (0: no limit)."""
+    """Warps of a kernel, the depth of its software pipeline, the most registers of a thread (0: no limit), and the
+    widest slice of the state's rows that one program has (0: that of the rule)."""
 
     warps: int
     stages: int
     registers: int = 0
+    rows: int = 0
 
     @property
     def options(self) -> dict[str, int]:
@@ -39,29 +42,27 @@ class LaunchConfig(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Padded state width, rows of a slice, and the launch settings of each kernel."""
+    """Padded state width, rows of a slice, and the launch settings of each kernel by its name."""
 
     bm: int
     bd: int
-    forward: LaunchConfig
-    backward: LaunchConfig
-    segments: LaunchConfig
+    kernels: dict[str, LaunchConfig]
 
 
 RECORD: dict[str, dict[str, list[int]]] = json.loads(Path(__file__).with_suffix(".json").read_text())
 
 
 def key(family: str, bits: str, bm: int) -> str:
-    """The key of a record: "tiled" or the name of a delta rule, bits of the operands, and the padded m."""
+    """The key of a record: "tiled" or "wy", bits of the operands (wy: of what kernels store), and the padded m."""
     return f"{family}/{bits}/{bm}"
 
 
 def blocks_for(rule: str, m: int, d: int, dtype: torch.dtype) -> Blocks:
     """The recorded settings for a rule, its state [d,m] and the dtype of its inputs."""
-    bits, bm = "16" if dtype == torch.bfloat16 and rule not in DELTA_RULES else "32", padded(m)
+    bits, bm = "16" if dtype == torch.bfloat16 else "32", padded(m)
     bd = min(WIDEST_SLICE // (2 if bits == "32" and bm == 128 else 1), padded(d))
-    choice = RECORD[key(rule if rule in DELTA_RULES else "tiled", bits, bm)]
-    return Blocks(bm, bd, *(LaunchConfig(*choice[kernel]) for kernel in ("forward", "backward", "segments")))
+    choices = RECORD[key("wy" if rule in DELTA_RULES else "tiled", bits, bm)]
+    return Blocks(bm, bd, {kernel: LaunchConfig(*choice) for kernel, choice in choices.items()})
 
 
 def padded(n: int) -> int:

@@ -2,10 +2,10 @@
 
 Shapes: q, k [B,T,H,m]   v, y [B,T,H,d]   gates f [B,T,H,m], z [B,T,H,d], g [B,T,H,1]   flags [B,T] int8
         state [B,H,d,m]   tile_states [B*H,tiles,d,m]: states at the tiles' starts, in the precision of the products
-        inverses [B*H,tiles,16,16], through [B*H,segments,d+m,m]: the delta rules' inverted tiles, [W; P] of segments
+        what the delta rules' kernels leave for each other: see wy.py
 
-Where the heads alone do not fill the GPU, time is cut into segments: a first kernel finds what each segment does to the
-state, a scan over the segments finds the states at their starts, and then all segments run in parallel.
+Where the heads alone do not fill the GPU, tiled rules cut time into segments: a first kernel finds what each segment
+does to the state, a scan over the segments finds the states at their starts, and then all segments run in parallel.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from fastweights.ops.device import multiprocessors
 from fastweights.ops.triton import tiled, wy
-from fastweights.ops.triton.blocks import SCAN_BLOCK, SEGMENT_TILE, TILE, blocks_for
+from fastweights.ops.triton.blocks import CHUNK, SCAN_BLOCK, SEGMENT_TILE, TILE, blocks_for
 from fastweights.ops.triton.compile import compile_in_parallel, record_calls, recording
 from fastweights.rules import DELTA_RULES, RULES
 
@@ -33,6 +33,9 @@ OPERANDS = {
     torch.float16: (tl.float32, "tf32"),
     torch.float32: (tl.float32, "tf32x3"),
 }
+DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+# What a launch may set besides the constants of the kernel.
+LAUNCH_OPTIONS = {"num_warps", "maxnreg"}
 # Programs per multiprocessor that a split targets. Several hide each other's memory latency. The backward pass needs
 # more registers, so fewer of its programs run at a time; more and shorter ones leave less of the GPU idle at the end.
 FORWARD_PROGRAMS, BACKWARD_PROGRAMS = 3, 6
@@ -67,8 +70,8 @@ class Plan:
         self.compiled: set[bool] = set()  # whether compiled: True with a backward pass, False without
         self.sequences = shape.batch * shape.heads
         self.blocks = blocks_for(shape.rule, shape.m, shape.d, shape.dtype)
-        self.tiles = triton.cdiv(shape.length, TILE)
         operand, precision = OPERANDS[shape.dtype]
+        self.stored = torch.bfloat16 if operand == tl.bfloat16 else torch.float32
         if self.solved:  # differences of values need float32 operands; small states more bits still (wy.py)
             operand = tl.float32
             precision = "tf32x3" if shape.dtype == torch.float32 or self.blocks.bm == 16 else "tf32"
@@ -83,13 +86,14 @@ class Plan:
         }
         bm = self.blocks.bm
         self.constants["F_WIDTH"] = {"decay": bm, "gated_delta": bm, "gated": 1}.get(self.rule, 0)
-        if not self.solved:
-            self.constants |= {"HAS_Z": self.rule == "decay", "INPUT_GATE": self.rule == "gated"}
         self.slices = triton.cdiv(shape.d, self.blocks.bd)
-        self.segments, self.segment_length = self._split(FORWARD_PROGRAMS)
-        self.backward_segments, self.backward_segment_length = self._split(BACKWARD_PROGRAMS)
-        if self.solved:  # a segment's P is computed once and serves both passes
-            self.backward_segments, self.backward_segment_length = self.segments, self.segment_length
+        self.tiles = triton.cdiv(shape.length, CHUNK if self.solved else TILE)
+        if self.solved:
+            self.constants |= {"STORED": DTYPES[self.stored], "CHUNK": CHUNK}
+        else:
+            self.constants |= {"HAS_Z": self.rule == "decay", "INPUT_GATE": self.rule == "gated", "TILE": TILE}
+            self.segments, self.segment_length = self._split(FORWARD_PROGRAMS)
+            self.backward_segments, self.backward_segment_length = self._split(BACKWARD_PROGRAMS)
 
     def _split(self, programs: int) -> tuple[int, int]:
         """Number and length of the segments, for about `programs` programs per multiprocessor.
@@ -102,23 +106,27 @@ class Plan:
         segment_length = triton.cdiv(triton.cdiv(self.shape.length, segments), SEGMENT_TILE) * SEGMENT_TILE
         return triton.cdiv(self.shape.length, segment_length), segment_length
 
-    @property
-    def state_dtype(self) -> torch.dtype:
-        """Dtype of tile_states: that of the operands which read them."""
-        return torch.bfloat16 if self.constants["OPERAND"] == tl.bfloat16 else torch.float32
+    def options(self, kernel: Any, launch: str, **others: Any) -> dict[str, Any]:
+        """The constants that the kernel takes, and the recorded settings of a launch."""
+        given = {**self.constants, **self.blocks.kernels[launch].options, **others}
+        return {name: value for name, value in given.items() if name in kernel.arg_names or name in LAUNCH_OPTIONS}
 
     def sizes(self, segment_length: int) -> tuple[int, ...]:
         """The size arguments that most kernels share: length, heads, m, d and the length of a segment."""
         return (*self.shape[2:6], segment_length)
 
-    def saved_shapes(self, save_states: bool) -> list[tuple[int, ...]]:
-        """Shapes of tile_states (only with save_states), inverses and through; 0 rows for those that do not exist."""
+    def saved(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and dtypes of what the forward pass leaves for the backward pass.
+
+        tile_states for the tiled rules; w, u, k_end, q_start, scores, inverses, decays and states for the delta rules.
+        """
         _, _, _, _, m, d, *_ = self.shape
-        return [
-            (self.sequences if save_states else 0, self.tiles, d, m),
-            (self.sequences if self.solved else 0, self.tiles, TILE, TILE),
-            (self.sequences if self.solved and self.segments > 1 else 0, self.segments, d + m, m),
-        ]
+        if not self.solved:
+            return [((self.sequences, self.tiles, d, m), self.stored)]
+        chunks, bm, wide = self.sequences * self.tiles, self.blocks.bm, self.slices * self.blocks.bd
+        widths = [bm, wide, bm, bm, CHUNK, CHUNK]
+        tokens = [((chunks, CHUNK, width), self.stored) for width in widths]
+        return [*tokens, ((chunks, bm), torch.float32), ((chunks, bm, wide), self.stored)]
 
 
 plan_for = functools.lru_cache(maxsize=1024)(Plan)
@@ -165,12 +173,11 @@ def forward(
     state: Tensor | None,
     save_states: bool,
     float32_output: bool = False,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Run a rule's forward pass.
 
-    Returns y (in float32 with float32_output, else in v's dtype), the state at the end, and what the backward pass
-    needs: tile_states (filled with save_states), inverses and through. The first call of a plan compiles all its
-    kernels.
+    Returns y (in float32 with float32_output, else in v's dtype), the state at the end and, with save_states, what the
+    backward pass needs. The first call of a plan compiles all its kernels.
     """
     if save_states not in plan.compiled and _can_compile(v.device):
         plan.compiled.add(save_states)
@@ -180,36 +187,8 @@ def forward(
     float32: dict[str, Any] = {"dtype": torch.float32, "device": v.device}
     y = v.new_empty(v.shape, dtype=torch.float32 if float32_output else v.dtype)
     end = torch.empty(shape.batch, shape.heads, shape.d, shape.m, **float32)
-    states, solved, through = plan.saved_shapes(save_states)
-    tile_states = torch.empty(states, dtype=plan.state_dtype, device=v.device)
-    inverses, ends = torch.empty(solved, **float32), torch.empty(through, **float32)
-    grid, sizes = (plan.sequences * plan.slices, plan.segments), plan.sizes(plan.segment_length)
-    options: dict[str, Any] = {
-        "SAVE_STATES": save_states,
-        "TILE": TILE,
-        **plan.constants,
-        **plan.blocks.forward.options,
-    }
-    starts = state
-    if plan.solved:
-        _solve(plan, k, gates, flags, inverses)
-        options["OUTPUT"] = True
-        if plan.segments > 1:
-            slices = triton.cdiv(shape.d + shape.m, plan.blocks.bd)
-            arguments = (q, k, v, *_pointers(q, *_f_and_g(gates), flags), inverses, q, y, q, ends, *sizes)
-            unread = options | {"OUTPUT": False, "SAVE_STATES": False, "HAS_START": False}
-            run(wy.forward, (plan.sequences * slices, plan.segments), arguments, **unread)
-            starts = _scan_delta_segments(plan, False, _zeros_if_none(end, state), ends, ends)
-    elif plan.segments > 1:
-        starts = _segment_boundaries(
-            plan, False, plan.segments, plan.segment_length, k, v, gates, flags, _zeros_if_none(end, state)
-        )
-    kernel, inputs = tiled.forward, [*_f_and_z(gates), flags]
-    if plan.solved:
-        kernel, inputs = wy.forward, [*_f_and_g(gates), flags, inverses]
-    arguments = (q, k, v, *_pointers(q, *inputs, starts), y, *_pointers(q, tile_states), end, *sizes)
-    run(kernel, grid, arguments, **options, HAS_START=starts is not None)
-    return y, end, tile_states, inverses, ends
+    pass_of = _forward_delta if plan.solved else _forward_tiled
+    return y, end, pass_of(plan, q, k, v, gates, flags, state, save_states, y, end)
 
 
 def backward(
@@ -224,7 +203,46 @@ def backward(
     dend: Tensor,
 ) -> list[Tensor]:
     """Run a rule's backward pass; returns the gradients of q, k, v, the state at the start and the gates."""
-    tile_states, inverses, through = saved
+    return (_backward_delta if plan.solved else _backward_tiled)(plan, q, k, v, gates, flags, saved, dy, dend)
+
+
+def _forward_tiled(
+    plan: Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: list[Tensor],
+    flags: Tensor | None,
+    state: Tensor | None,
+    save_states: bool,
+    y: Tensor,
+    end: Tensor,
+) -> list[Tensor]:
+    """Fill y and end; returns [tile_states], with save_states."""
+    saved = [v.new_empty(size, dtype=dtype) for size, dtype in plan.saved() if save_states]
+    starts = state
+    if plan.segments > 1:
+        starts = _segment_boundaries(
+            plan, False, plan.segments, plan.segment_length, k, v, gates, flags, _zeros_if_none(end, state)
+        )
+    inputs = (q, k, v, *_pointers(q, *_f_and_z(gates), flags, starts))
+    arguments = (*inputs, y, *(saved or [q]), end, *plan.sizes(plan.segment_length))
+    options = plan.options(tiled.forward, "forward", HAS_START=starts is not None, SAVE_STATES=save_states)
+    run(tiled.forward, (plan.sequences * plan.slices, plan.segments), arguments, **options)
+    return saved
+
+
+def _backward_tiled(
+    plan: Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: list[Tensor],
+    flags: Tensor | None,
+    saved: list[Tensor],
+    dy: Tensor,
+    dend: Tensor,
+) -> list[Tensor]:
     dv, dstart = v.new_empty(v.shape), dend.new_empty(dend.shape)
     # Where d is cut into slices, each slice writes its own share of these gradients; they are summed below.
     shared = sum(width != "d" for width in RULES[plan.rule].gates.values())
@@ -234,33 +252,78 @@ def backward(
         for x in common
     ]
     dgates += [x.new_empty(x.shape) for x in gates[shared:]]
-    grid, sizes = (
-        (plan.sequences * plan.slices, plan.backward_segments),
-        (*plan.sizes(plan.backward_segment_length), q.numel()),
-    )
-    options: dict[str, Any] = {**plan.constants, **plan.blocks.backward.options, "TILE": TILE}
     dends = dend
-    if plan.solved:
-        inputs = (q, k, v, *_pointers(q, *_f_and_g(gates), flags), inverses, tile_states, dy)
-        outputs = (dq, dk, dv, *_pointers(q, *_f_and_g(dgates)))
-        if plan.segments > 1:
-            sums = dend.new_empty(plan.sequences, plan.segments, plan.shape.d, plan.shape.m)
-            arguments = (*inputs, dend, *outputs, sums, *sizes)
-            run(wy.backward, (plan.sequences * plan.slices, plan.segments - 1), arguments, OUTPUT=False, **options)
-            dends = _scan_delta_segments(plan, True, dend, through, sums)
-        run(wy.backward, grid, (*inputs, dends, *outputs, dstart, *sizes), OUTPUT=True, **options)
-    else:
-        if plan.backward_segments > 1:
-            dends = _segment_boundaries(
-                plan, True, plan.backward_segments, plan.backward_segment_length, q, dy, gates, flags, dend
-            )
-        inputs = (q, k, v, *_pointers(q, *_f_and_z(gates), flags), tile_states, dy)
-        outputs = (dq, dk, dv, *_pointers(q, *_f_and_z(dgates)), dstart)
-        run(tiled.backward, grid, (*inputs, dends, *outputs, *sizes), **options)
+    if plan.backward_segments > 1:
+        dends = _segment_boundaries(
+            plan, True, plan.backward_segments, plan.backward_segment_length, q, dy, gates, flags, dend
+        )
+    inputs = (q, k, v, *_pointers(q, *_f_and_z(gates), flags), *saved, dy, dends)
+    outputs = (dq, dk, dv, *_pointers(q, *_f_and_z(dgates)), dstart)
+    arguments = (*inputs, *outputs, *plan.sizes(plan.backward_segment_length), q.numel())
+    grid = (plan.sequences * plan.slices, plan.backward_segments)
+    run(tiled.backward, grid, arguments, **plan.options(tiled.backward, "backward"))
     if plan.slices > 1 and not dq.is_meta:  # not while compiling on meta tensors
         summed = [x.sum(0).to(like.dtype) for x, like in zip([dq, dk, *dgates[:shared]], common, strict=True)]
         dq, dk, dgates[:shared] = summed[0], summed[1], summed[2:]
     return [dq, dk, dv, dstart, *dgates]
+
+
+def _forward_delta(
+    plan: Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: list[Tensor],
+    flags: Tensor | None,
+    state: Tensor | None,
+    save_states: bool,
+    y: Tensor,
+    end: Tensor,
+) -> list[Tensor]:
+    """Fill y and end; returns what Plan.saved names, with save_states."""
+    *first, last = plan.saved()
+    made = [v.new_empty(size, dtype=dtype) for size, dtype in first]
+    states = v.new_empty(last[0], dtype=last[1]) if save_states else v
+    w, u, k_end, q_start, scores, _, decays = made
+    sizes = plan.shape[2:6]
+    arguments = (q, k, v, *_pointers(q, *_f_and_g(gates), flags), *made, *sizes)
+    run(wy.prepare, (plan.sequences * plan.tiles,), arguments, **plan.options(wy.prepare, "prepare"))
+    inputs = (w, u, k_end, q_start, scores, decays, *_pointers(q, state))
+    options = plan.options(wy.forward, "forward", HAS_START=state is not None, SAVE_STATES=save_states)
+    grid, slice_rows = _delta_slices(plan, "forward")
+    run(wy.forward, grid, (*inputs, y, states, end, *sizes), SLICE=slice_rows, **options)
+    return [*made, states] if save_states else []
+
+
+def _backward_delta(
+    plan: Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: list[Tensor],
+    flags: Tensor | None,
+    saved: list[Tensor],
+    dy: Tensor,
+    dend: Tensor,
+) -> list[Tensor]:
+    w, u, k_end, q_start, scores, inverses, decays, states = saved
+    du, dstates, dstart = torch.empty_like(u), torch.empty_like(states), dend.new_empty(dend.shape)
+    sizes = plan.shape[2:6]
+    grid, slice_rows = _delta_slices(plan, "backward")
+    by_chunk = (w, k_end, q_start, scores, decays, dy, dend, du, dstates, dstart, *sizes)
+    run(wy.backward, grid, by_chunk, SLICE=slice_rows, **plan.options(wy.backward, "backward"))
+    dq, dk, dv, *dgates = [x.new_empty(x.shape) for x in (q, k, v, *gates)]
+    inputs = (q, k, *_pointers(q, *_f_and_g(gates), flags), u, inverses, decays, states, dy, du, dstates)
+    arguments = (*inputs, dq, dk, dv, *_pointers(q, *_f_and_g(dgates)), *sizes)
+    run(wy.gradients, (plan.sequences * plan.tiles,), arguments, **plan.options(wy.gradients, "gradients"))
+    return [dq, dk, dv, dstart, *dgates]
+
+
+def _delta_slices(plan: Plan, kernel: str) -> tuple[tuple[int, ...], int]:
+    """The grid of a kernel that goes from chunk to chunk, and the rows of the state in each of its programs."""
+    wide = plan.slices * plan.blocks.bd
+    rows = min(plan.blocks.kernels[kernel].rows, plan.blocks.bd)
+    return (plan.sequences * (wide // rows),), rows
 
 
 def _can_compile(device: torch.device) -> bool:
@@ -279,7 +342,7 @@ def _compile_all(
     q, k, v, gates, flags, start = meta
 
     def both() -> None:
-        y, end, *saved = forward(plan, q, k, v, gates, flags, start, save_states, float32_output)
+        y, end, saved = forward(plan, q, k, v, gates, flags, start, save_states, float32_output)
         if save_states:
             backward(plan, q, k, v, gates, flags, saved, y, end)  # a gradient has the shape and dtype of its tensor
 
@@ -325,27 +388,9 @@ def _segment_boundaries(
     sums = torch.empty(plan.sequences, segments, plan.shape.d, plan.shape.m, dtype=torch.float32, device=a.device)
     decays, states = sums.new_empty(sums.shape), sums.new_empty(sums.shape)
     arguments = (a, b, *_pointers(a, *_f_and_z(gates), flags), sums, decays, *plan.sizes(segment_length))
-    options = {**plan.constants, "REVERSE": reverse, "TILE": SEGMENT_TILE, **plan.blocks.segments.options}
+    options = plan.options(tiled.segment_sums, "segments", REVERSE=reverse, TILE=SEGMENT_TILE)
     run(tiled.segment_sums, (plan.sequences * plan.slices, segments - 1), arguments, **options)
     size = plan.shape.d * plan.shape.m
     grid = (plan.sequences, triton.cdiv(size, SCAN_BLOCK))
     run(tiled.scan_segments, grid, (boundary, sums, decays, states, segments, size), REVERSE=reverse, BLOCK=SCAN_BLOCK)
-    return states
-
-
-def _solve(plan: Plan, k: Tensor, gates: list[Tensor], flags: Tensor | None, inverses: Tensor) -> None:
-    """Fill `inverses` for the delta rules."""
-    constants = {name: plan.constants[name] for name in ("F_WIDTH", "HAS_FLAGS", "BM", "OPERAND", "PRECISION")}
-    arguments = (k, *_pointers(k, *_f_and_g(gates), flags), inverses, *plan.shape[2:5])
-    run(wy.solve, (plan.sequences * plan.tiles,), arguments, TILE=TILE, **constants, num_warps=1)
-
-
-def _scan_delta_segments(plan: Plan, reverse: bool, boundary: Tensor, through: Tensor, sums: Tensor) -> Tensor:
-    """As _segment_boundaries, for the delta rules; with the three-way tf32 split for inputs of any dtype."""
-    states = torch.empty(
-        plan.sequences, plan.segments, plan.shape.d, plan.shape.m, dtype=torch.float32, device=sums.device
-    )
-    arguments = (boundary, through, sums, states, plan.segments, plan.shape.m, plan.shape.d)
-    constants = {"REVERSE": reverse, "BM": plan.blocks.bm, "BD": plan.blocks.bd, "PRECISION": "tf32x3"}
-    run(wy.scan_segments, (plan.sequences * plan.slices,), arguments, **constants)
     return states

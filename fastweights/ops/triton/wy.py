@@ -1,21 +1,37 @@
 """Training kernels of the delta rules: S_t = S' + u_t k_t^T with S' = S_{t-1} diag(f_t), u_t = g_t (v_t - S' k_t).
 
-gated_delta has F_WIDTH = BM; delta has no gate f, F_WIDTH = 0. In a tile with the cumulative products F of its gates,
+gated_delta has F_WIDTH = BM; delta has no gate f, F_WIDTH = 0. In a chunk with the cumulative products F of its gates,
     (I + strictly lower(g (K F) (K / F)^T)) U = g (V - (K F) S_0^T),
-the WY form of ops/wy.py and docs/derivations.md.
-The matrices do not depend on the state, so `solve` inverts those of all tiles in parallel. A program then goes through
-the tiles of one head (one segment of its tokens, one slice of d) with matrix products alone, the state in registers.
+the WY form of ops/wy.py and docs/derivations.md. With X the inverse of the matrix on the left, and for the chunk's
+    W = X g (K F),  U_0 = X g V,  K_end = K F_end / F,  Q_start = Q F,  scores = lower(Q_start (K / F)^T),
+which do not depend on the state,
+    U = U_0 - W S_0^T,   Y = Q_start S_0^T + scores U,   S_end = S_0 diag(F_end) + U^T K_end.
+The way back has the same form: with dU_0 = scores^T dY,
+    dU = dU_0 + K_end dS_end^T,   dS_0 = dS_end diag(F_end) + dY^T Q_start - dU^T W.
+So there are four kernels, and the two that go from chunk to chunk consist of a few products:
+    prepare     all chunks in parallel: W, U_0, K_end, Q_start, scores, X and F_end
+    forward     chunk by chunk: U, Y and the states
+    backward    chunk by chunk, from the last: dU and the gradients of the states
+    gradients   all chunks in parallel: the gradients of queries, keys, values and gates
 
-A whole segment is S_end = S_start P + W: W is its result for a zero state, P [m,m] its result for the identity when all
-values are 0.
+Products of pairs of tokens have the gates between the two: q_t k_s F_t/F_s. F alone would leave float32's range, so
+they are computed on LEVELS, each with its own reference point, relative to which both tokens are scaled:
+    CROSS   a token in the second half of the chunk with one in the first half. The reference is the middle of the
+            chunk; both scales are at most 1.
+    NEAR    pairs within a half. The reference is the root of the half's product, as in tiled.py.
+    ALL     without gates there is one level for all pairs, and nothing is scaled.
 
-Names: f_run and f_inv are the cumulative products of the gate and their inverses, relative to f_root, as in tiled.py.
-q_in, k_in and k_read are q F, k / F and k F: products of the first and last with k_in are what tokens read of each
-other. *_start is scaled for what reads the state before the tile, *_end for what is in the state after it.
+Precision: the rule takes differences of values and what the state returns for their keys, so all products have
+float32 operands (tf32, or three-way split tf32), whatever the dtype of the inputs. STORED is the dtype of what kernels
+leave for each other: bfloat16 if the inputs are. The gradient of f is a sum that cancels; it uses the same rounded
+values that the products multiplied.
 
-Precision: the rule takes differences of values and what the state returns for their keys, so all products have float32
-operands (tf32, or three-way split tf32), whatever the dtype of the inputs. The gradient of f is a sum that cancels; in
-tf32 it uses the same rounded values that the products multiplied.
+Shapes in a program: tokens t [CHUNK]   q, k, f [CHUNK,BM]   v, u [CHUNK,BD]   scores, X [CHUNK,CHUNK]
+                     S [BM,BD]: transposed, so that no product needs its transpose
+In memory, N counts the chunks of all heads, and D is d padded to a multiple of BD:
+    w, k_end, q_start [N,CHUNK,BM]   u, du [N,CHUNK,D]   scores, inverses [N,CHUNK,CHUNK]   decays [N,BM]
+    states, dstates [N,BM,D]: at the start and at the end of each chunk
+They are padded so that loads need no masks.
 """
 
 from __future__ import annotations
@@ -23,261 +39,378 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fastweights.ops.triton.blocks import CHUNK as CHUNK_TOKENS
 from fastweights.ops.triton.primitives import (
+    MIN_LOGIT,
     SIZES,
     assume_multiple,
     cast_rounded,
     document_ids,
-    gate_gradient,
     load_flags,
-    load_gate,
     load_tile,
     locate_program,
+    log2_gate,
     lower_triangle,
     matmul,
+    matmul_exact,
     round_to_product,
     store_tile,
 )
 
+# log2 of the tokens of a chunk, for the loop of `invert`.
+CHUNK_BITS = tl.constexpr(CHUNK_TOKENS.bit_length() - 1)
+# Levels of pairs.
+ALL, NEAR, CROSS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+# Parts of the kernels
+
 
 @triton.jit
-def load_keys(k, g, i, is_real, reset, heads, mi, m, HAS_FLAGS: tl.constexpr, TILE: tl.constexpr):
-    """Load the keys and gates of a tile and derive its masks.
+def locate_chunk(length, heads, CHUNK: tl.constexpr):
+    """Find the chunk of a program in a grid of (N,) programs.
 
-    Returns keys [TILE,BM], gates [TILE,1] and d gate / d logit, the mask of pairs in one document, the masks of the
-    tokens that read the state before the tile and that are in the state after it, and 1 or 0: whether the state before
-    the tile survives it. The gates g have no floor: nothing is divided by them.
+    Returns its index n, the index of its first token in the sequence, that of its first token and head in a tensor
+    [B,T,H], and that of its first token in one [B,T].
     """
-    kt = load_tile(k, i, is_real, heads, mi, m)
-    logit = load_tile(g, i, is_real, heads, tl.arange(0, 1), 1)
-    gate = tl.sigmoid(logit)
-    slope = gate * tl.sigmoid(-logit)
-    same, survives = lower_triangle(TILE, -TILE), 1.0
+    chunks = tl.cdiv(length, CHUNK)
+    # In 64 bits: Triton 3.6 packs a 32-bit shift like this one with the thread's index into one register and shifts
+    # both as one 64-bit value, so that bits of the lower one move into the upper one.
+    n = tl.program_id(0).to(tl.int64)
+    head, start = n // chunks, n % chunks * CHUNK
+    first = head // heads * length + start
+    return n, start, first * heads + head % heads, first
+
+
+@triton.jit
+def load_masks(flags, i, in_range, HAS_FLAGS: tl.constexpr, CHUNK: tl.constexpr):
+    """Masks of a chunk: real tokens, tokens whose gates count as 1, pairs in one document [CHUNK,CHUNK], tokens that
+    read the state before the chunk and that are in the state after it [CHUNK,1]; and 1 or 0: whether the state before
+    the chunk survives it.
+    """
+    is_real, reset, gate_is_one = load_flags(flags, i, in_range, HAS_FLAGS)
+    same, survives = lower_triangle(CHUNK, -CHUNK), 1.0
     reads_start, in_end = (i >= 0)[:, None], (i >= 0)[:, None]
     if HAS_FLAGS:
         document, last = document_ids(reset)
         same = document[:, None] == document[None, :]
         reads_start, in_end = (document == 0)[:, None], (document == last)[:, None]
         survives = tl.where(last == 0, 1.0, 0.0)
-    return kt, gate, slope, same, reads_start, in_end, survives
+    return is_real, gate_is_one, same, reads_start, in_end, survives
+
+
+@triton.jit
+def load_g(g, i, is_real, heads):
+    """The gate g [CHUNK,1], and one minus it. It has no floor: nothing is divided by it."""
+    logit = load_tile(g, i, is_real, heads, tl.arange(0, 1), 1)
+    return tl.sigmoid(logit), tl.sigmoid(-logit)
+
+
+@triton.jit
+def load_log_f(f, i, is_real, gate_is_one, heads, columns, width, F_WIDTH: tl.constexpr, STORED: tl.constexpr):
+    """log2 of the gate f [CHUNK,columns], and d log f / d logit, which is 0 below the floor: a clamped logit has no
+    effect. Without a gate both are a broadcastable 0."""
+    log, slope = tl.zeros([1, 1], tl.float32), tl.zeros([1, 1], tl.float32)
+    if F_WIDTH > 0:
+        logit = load_tile(f, i, is_real, heads, columns, width)
+        log, one_minus_gate, _ = log2_gate(logit, gate_is_one, STORED)
+        slope = tl.where(logit < MIN_LOGIT, 0.0, one_minus_gate)
+    return log, slope
+
+
+@triton.jit
+def half_products(log, F_WIDTH: tl.constexpr, STORED: tl.constexpr, CHUNK: tl.constexpr):
+    """Products of the gates within the halves of a chunk, from their log2 [CHUNK,columns].
+
+    Returns F_t / root and root / F_t [CHUNK,columns], where F_t is the product from the start of the token's half
+    through the token and root^2 that of the whole half, and the roots of both halves [1,columns]. Relative to the root,
+    16 gates at the floor stay within e^80, as in tiled.py.
+    The sum of logs is a product with a constant matrix, which costs less here than a scan.
+    """
+    running, inverse = tl.full([1, 1], 1.0, tl.float32), tl.full([1, 1], 1.0, tl.float32)
+    first_root, second_root = running, running
+    if F_WIDTH > 0:
+        i = tl.arange(0, CHUNK)
+        t, s = i[:, None], i[None, :]
+        same_half = t // (CHUNK // 2) == s // (CHUNK // 2)
+        relative = matmul_exact(tl.where(same_half, tl.where(s <= t, 0.5, -0.5), 0.0), log, STORED)
+        running, inverse = tl.exp2(relative), tl.exp2(-relative)
+        halves = tl.sum(tl.where(t < CHUNK // 2, log, 0.0), 0), tl.sum(tl.where(t < CHUNK // 2, 0.0, log), 0)
+        first_root, second_root = tl.exp2(0.5 * halves[0])[None, :], tl.exp2(0.5 * halves[1])[None, :]
+    return running, inverse, first_root, second_root
+
+
+@triton.jit
+def by_half(first, second, F_WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+    """One factor for tokens of the first half and another for those of the second half."""
+    factor = first
+    if F_WIDTH > 0:
+        factor = tl.where((tl.arange(0, CHUNK) < CHUNK // 2)[:, None], first, second)
+    return factor
+
+
+@triton.jit
+def level_scales(running, inverse, first_root, second_root, LEVEL: tl.constexpr, CHUNK: tl.constexpr):
+    """The scales of a level: for the token of a pair that reads, and for the one that is read."""
+    reader, read = running, inverse
+    if LEVEL == CROSS:
+        in_first = (tl.arange(0, CHUNK) < CHUNK // 2)[:, None]
+        # Only half of the tokens read, and only the others are read: the scales of the rest would overflow.
+        reader = tl.where(in_first, 0.0, running * second_root)
+        read = tl.where(in_first, inverse * first_root, 0.0)
+    return reader, read
+
+
+@triton.jit
+def pair_mask(same, AT_LEAST: tl.constexpr, LEVEL: tl.constexpr, CHUNK: tl.constexpr):
+    """The pairs (t, s) of a level with t - s >= AT_LEAST."""
+    i = tl.arange(0, CHUNK)
+    one_half = i[:, None] // (CHUNK // 2) == i[None, :] // (CHUNK // 2)
+    mask = lower_triangle(CHUNK, AT_LEAST) & same
+    if LEVEL == NEAR:
+        mask = mask & one_half
+    if LEVEL == CROSS:
+        mask = mask & (one_half == 0)
+    return mask
+
+
+@triton.jit
+def invert(system, OPERAND: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr):
+    """(I + system)^-1 of a strictly lower triangular matrix.
+
+    By blocks: [[A, 0], [L, B]]^-1 = [[A^-1, 0], [-B^-1 L A^-1, B^-1]], for blocks of 1, 2, 4, ... tokens, all blocks of
+    a size at once. The product of powers (I-N)(I+N^2)(I+N^4)... would have terms of up to 10^8 for equal keys, which
+    must cancel.
+    """
+    i = tl.arange(0, CHUNK)
+    t, s = i[:, None], i[None, :]
+    inverse = tl.where(t == s, 1.0, 0.0) - tl.where((t >> 1 == s >> 1) & (t > s), system, 0.0)
+    for power in tl.static_range(1, CHUNK_BITS):
+        below = (t >> (power + 1) == s >> (power + 1)) & (t >> power > s >> power)
+        part = matmul(tl.where(below, system, 0.0), inverse, OPERAND, PRECISION)
+        inverse -= matmul(inverse, part, OPERAND, PRECISION)
+    return inverse
+
+
+@triton.jit
+def rows_of(n, rows, columns, width, ROWS: tl.constexpr):
+    """Offsets of a tile [ROWS,columns] of matrix n in a tensor [N,ROWS,width]."""
+    return n * ROWS * width + rows[:, None] * width + columns[None, :]
+
+
+@triton.jit
+def load_float(x, offsets):
+    return tl.load(x + offsets).to(tl.float32)
+
+
+@triton.jit
+def store_stored(x, offsets, value):
+    tl.store(x + offsets, cast_rounded(value, x.dtype.element_ty))
+
+
+# The kernels
 
 
 @triton.jit(do_not_specialize=SIZES)
-def solve(
-    k, f, g, flags, inverses, length, heads, m,
-    F_WIDTH: tl.constexpr, HAS_FLAGS: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+def prepare(
+    q, k, v, f, g, flags, w, u, k_end, q_start, scores, inverses, decays, length, heads, m, d,
+    F_WIDTH: tl.constexpr, HAS_FLAGS: tl.constexpr, CHUNK: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
+    M_ALIGN: tl.constexpr, D_ALIGN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
-    """Compute (I + strictly lower(g (K F) (K / F)^T))^-1 - I of every tile.
+    """Compute what does not depend on the state; `u` is filled with U_0. Grid: (N,)."""
+    m, d = assume_multiple(m, M_ALIGN), assume_multiple(d, D_ALIGN)
+    n, start, base, token = locate_chunk(length, heads, CHUNK)
+    i, mi = tl.arange(0, CHUNK), tl.arange(0, BM)
+    in_range = start + i < length
+    is_real, gate_is_one, same, reads_start, in_end, survives = load_masks(flags + token, i, in_range, HAS_FLAGS, CHUNK)
+    qt = load_tile(q + base * m, i, is_real, heads, mi, m)
+    kt = load_tile(k + base * m, i, is_real, heads, mi, m)
+    gate, _ = load_g(g + base, i, is_real, heads)
+    log, _ = load_log_f(f + base * m, i, is_real, gate_is_one, heads, mi, m, F_WIDTH, STORED)
+    running, inverse, first_root, second_root = half_products(log, F_WIDTH, STORED, CHUNK)
+    first, second = first_root * first_root, second_root * second_root
+    from_start = by_half(first_root, first * second_root, F_WIDTH, CHUNK) * running
+    to_end = by_half(first_root * second, second_root, F_WIDTH, CHUNK) * inverse
+    wide, square = rows_of(n, i, mi, BM, CHUNK), rows_of(n, i, i, CHUNK, CHUNK)
+    store_stored(k_end, wide, tl.where(in_end, kt * to_end, 0.0))
+    store_stored(q_start, wide, tl.where(reads_start, qt * from_start, 0.0))
+    tl.store(decays + n * BM + mi, tl.broadcast_to(tl.sum(survives * first * second, 0), [BM]))
 
-    Grid: (B*H*tiles,); one program inverts one 16 x 16 matrix. Row by row, by forward substitution: the product of
-    powers (I-N)(I+N^2)(I+N^4)(I+N^8) has terms of up to 6,435 for equal keys, which must cancel. The identity is left
-    out, so that what it multiplies is not rounded to an operand.
-    """
-    tiles = tl.cdiv(length, TILE)
-    head, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    sequence_start = (head // heads).to(tl.int64) * length
-    # In 64 bits: Triton 3.6 packs a 32-bit shift like this one with the thread's index into one register and shifts
-    # both as one 64-bit value, so that bits of the lower one move into the upper one.
-    i, tile_start = tl.arange(0, TILE), tile.to(tl.int64) * TILE
-    base = (sequence_start + tile_start) * heads + head % heads
-    in_range, mi = tile_start + i < length, tl.arange(0, BM)
-    is_real, reset, gate_is_one = load_flags(flags + sequence_start + tile_start, i, in_range, HAS_FLAGS)
-    kt, gate, _, same, _, _, _ = load_keys(k + base * m, g + base, i, is_real, reset, heads, mi, m, HAS_FLAGS, TILE)
-    f_run, f_inv, _, _, _, _ = load_gate(f + base * m, i, is_real, gate_is_one, heads, mi, m, F_WIDTH, OPERAND, TILE)
-    overlap = matmul(kt * f_run, tl.trans(kt * f_inv), OPERAND, PRECISION)
-    rows = tl.where(lower_triangle(TILE, 1) & same, -gate * overlap, 0.0)
-    columns = tl.trans(rows)
-    # Row n of the inverse is row n of the negated matrix, plus that row times the finished rows above.
-    for n in range(1, TILE):
-        weights = tl.sum(tl.where((i == n)[None, :], columns, 0.0), 1)
-        rows += tl.where((i == n)[:, None], tl.sum(weights[:, None] * rows, 0)[None, :], 0.0)
-    tile_offsets = i[:, None] * TILE + i[None, :]
-    at_tile = tl.program_id(0).to(tl.int64) * TILE * TILE
-    tl.store(inverses + at_tile + tile_offsets, rows)
+    FIRST: tl.constexpr = NEAR if F_WIDTH > 0 else ALL
+    LAST: tl.constexpr = CROSS if F_WIDTH > 0 else ALL
+    system, queried = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
+    for LEVEL in tl.static_range(FIRST, LAST + 1):
+        reader, read = level_scales(running, inverse, first_root, second_root, LEVEL, CHUNK)
+        k_read = tl.trans(kt * read)
+        # where, not a product with the mask: above the diagonal the scaled products may overflow.
+        overlap = matmul(kt * reader, k_read, OPERAND, PRECISION)
+        system += tl.where(pair_mask(same, 1, LEVEL, CHUNK), gate * overlap, 0.0)
+        overlap = matmul(qt * reader, k_read, OPERAND, PRECISION)
+        queried += tl.where(pair_mask(same, 0, LEVEL, CHUNK), overlap, 0.0)
+    store_stored(scores, square, queried)
+    solved = invert(system, OPERAND, PRECISION, CHUNK)
+    store_stored(inverses, square, solved)
+    k_start = tl.where(reads_start, kt * from_start, 0.0)
+    store_stored(w, wide, matmul(solved, gate * k_start, OPERAND, PRECISION))
+    padded = tl.cdiv(d, BD) * BD
+    for first in range(0, d, BD):
+        di = first + tl.arange(0, BD)
+        vt = load_tile(v + base * d, i, is_real, heads, di, d)
+        store_stored(u, rows_of(n, i, di, padded, CHUNK), matmul(solved, gate * vt, OPERAND, PRECISION))
 
 
 @triton.jit(do_not_specialize=SIZES)
 def forward(
-    q, k, v, f, g, flags, inverses, starts, y, tile_states, ends,
-    length, heads, m, d, segment_length,
-    F_WIDTH: tl.constexpr, HAS_FLAGS: tl.constexpr, HAS_START: tl.constexpr, SAVE_STATES: tl.constexpr,
-    OUTPUT: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
-    M_ALIGN: tl.constexpr, D_ALIGN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    w, u, k_end, q_start, scores, decays, starts, y, states, ends, length, heads, m, d,
+    HAS_START: tl.constexpr, SAVE_STATES: tl.constexpr, CHUNK: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
+    SLICE: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute y, the state at the end and, with SAVE_STATES, the state at the start of each tile.
+    """Compute y, the end state and, with SAVE_STATES, U (in the place of U_0) and the state at each chunk's start.
 
-    Grid: (B*H*slices, segments). Memory: S [BD,BM] in registers; one read of each input and of the tiles' inverses, one
-    write of y. Without OUTPUT: only W and P of each segment. P is computed as m more rows of the state (the rows of an
-    identity, with values of 0), so the slices cover d + m rows and `ends` is [B*H,segments,d+m,m].
+    Grid: (B*H*slices,), with SLICE columns of S for each program, out of D. Memory: S [BM,SLICE] in registers.
     """
-    m, d = assume_multiple(m, M_ALIGN), assume_multiple(d, D_ALIGN)
-    rows = d if OUTPUT else d + m
-    head, _slice, sequence_start, mi, di, state_offsets, in_state = locate_program(rows, m, heads, length, BM, BD)
-    segment, segments, i, tiles = tl.program_id(1), tl.num_programs(1), tl.arange(0, TILE), tl.cdiv(length, TILE)
-    S = tl.zeros([BD, BM], tl.float32)
+    padded = tl.cdiv(d, BD) * BD
+    head, _slice, sequence_start, mi, di, _, _ = locate_program(padded, m, heads, length, BM, SLICE)
+    i, chunks = tl.arange(0, CHUNK), tl.cdiv(length, CHUNK)
+    state_offsets = di[None, :] * m + mi[:, None]
+    in_state = (di < d)[None, :] & (mi < m)[:, None]
+    head = head.to(tl.int64)
+    S = tl.zeros([BM, SLICE], tl.float32)
     if HAS_START:
-        S = tl.load(starts + (head * segments + segment).to(tl.int64) * d * m + state_offsets, mask=in_state, other=0.0)
-    if not OUTPUT:
-        S = tl.where((di - d)[:, None] == mi[None, :], 1.0, 0.0)
-    segment_end = tl.minimum(length, (segment + 1) * segment_length)
-    for tile_start in tl.range(segment * segment_length, segment_end, TILE, num_stages=STAGES):
-        base, in_range = (sequence_start + tile_start) * heads + head % heads, tile_start + i < length
-        tile = head.to(tl.int64) * tiles + tile_start // TILE
+        S = tl.load(starts + head * d * m + state_offsets, mask=in_state, other=0.0)
+    for chunk in tl.range(0, chunks, num_stages=STAGES):
+        n, start = head * chunks + chunk, chunk * CHUNK
+        wide, narrow = rows_of(n, i, mi, BM, CHUNK), rows_of(n, i, di, padded, CHUNK)
+        ut = load_float(u, narrow) - matmul(load_float(w, wide), S, OPERAND, PRECISION)
+        yt = matmul(load_float(q_start, wide), S, OPERAND, PRECISION)
+        yt += matmul(load_float(scores, rows_of(n, i, i, CHUNK, CHUNK)), ut, OPERAND, PRECISION)
+        base = (sequence_start + start) * heads + head % heads
+        store_tile(y + base * d, yt, i, start + i < length, heads, di, d)
         if SAVE_STATES:
-            tl.store(
-                tile_states + tile * d * m + state_offsets, cast_rounded(S, tile_states.dtype.element_ty), mask=in_state
-            )
-        is_real, reset, gate_is_one = load_flags(flags + sequence_start + tile_start, i, in_range, HAS_FLAGS)
-        kt, gate, _, same, reads_start, in_end, survives = load_keys(
-            k + base * m, g + base, i, is_real, reset, heads, mi, m, HAS_FLAGS, TILE
-        )
-        f_run, f_inv, f_root, _, _, _ = load_gate(
-            f + base * m, i, is_real, gate_is_one, heads, mi, m, F_WIDTH, OPERAND, TILE
-        )
-        k_start = tl.where(reads_start, kt * f_run * f_root[None, :], 0.0)
-        k_in = kt * f_inv
-        k_end = tl.where(in_end, k_in * f_root[None, :], 0.0)
-        vt = load_tile(v + base * d, i, is_real, heads, di, d)
-        inverse = tl.load(inverses + tile * TILE * TILE + i[:, None] * TILE + i[None, :])
-        error = vt - matmul(k_start, tl.trans(S), OPERAND, PRECISION)
-        u = gate * error + matmul(inverse, gate * error, OPERAND, PRECISION)
-        if OUTPUT:
-            q_in = load_tile(q + base * m, i, is_real, heads, mi, m) * f_run
-            # where, not a product with the mask: above the diagonal the scaled products may overflow.
-            scores = matmul(q_in, tl.trans(k_in), OPERAND, PRECISION)
-            scores = tl.where(lower_triangle(TILE, 0) & same, scores, 0.0)
-            q_start = tl.where(reads_start, q_in * f_root[None, :], 0.0)
-            from_start = matmul(q_start, tl.trans(S), OPERAND, PRECISION)
-            store_tile(y + base * d, matmul(scores, u, OPERAND, PRECISION) + from_start, i, in_range, heads, di, d)
-        S = S * (survives * f_root * f_root)[None, :] + matmul(tl.trans(u), k_end, OPERAND, PRECISION)
-    if OUTPUT:
-        if segment == segments - 1:
-            tl.store(ends + head.to(tl.int64) * d * m + state_offsets, S, mask=in_state)
-    else:
-        tl.store(ends + (head * segments + segment).to(tl.int64) * rows * m + state_offsets, S, mask=in_state)
+            store_stored(states, rows_of(n, mi, di, padded, BM), S)
+            store_stored(u, narrow, ut)
+        S = S * tl.load(decays + n * BM + mi)[:, None]
+        S += matmul(tl.trans(load_float(k_end, wide)), ut, OPERAND, PRECISION)
+    tl.store(ends + head * d * m + state_offsets, S, mask=in_state)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def backward(
-    q, k, v, f, g, flags, inverses, tile_states, dy, dends, dq, dk, dv, df, dg, dstarts,
-    length, heads, m, d, segment_length, slice_stride,
-    F_WIDTH: tl.constexpr, HAS_FLAGS: tl.constexpr, OUTPUT: tl.constexpr,
-    TILE: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, M_ALIGN: tl.constexpr, D_ALIGN: tl.constexpr,
+    w, k_end, q_start, scores, decays, dy, dends, du, dstates, dstarts, length, heads, m, d,
+    CHUNK: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, SLICE: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of the inputs and of the state at the start.
-
-    Grid: (B*H*slices, segments), or without OUTPUT (B*H*slices, segments - 1). The tiles go backwards in time with dS
-    in registers; the state before each tile comes from `tile_states`. Without OUTPUT: only what each segment except the
-    first adds to the gradient of the state that passes through it, for the scan. slice_stride is the size of dq, as in
-    tiled.py.
-    """
-    m, d = assume_multiple(m, M_ALIGN), assume_multiple(d, D_ALIGN)
-    head, slice, sequence_start, mi, di, state_offsets, in_state = locate_program(d, m, heads, length, BM, BD)
-    segment, segments, i = tl.program_id(1), tl.num_programs(1), tl.arange(0, TILE)
-    if not OUTPUT:
-        segment, segments = segment + 1, segments + 1
-    at_segment = (head * segments + segment).to(tl.int64) * d * m
-    tiles = tl.cdiv(length, TILE)
-    slice_offset = slice.to(tl.int64) * slice_stride
-    dq, dk, df, dg = dq + slice_offset, dk + slice_offset, df + slice_offset, dg + slice_offset // m
-    dS = tl.zeros([BD, BM], tl.float32)
-    if OUTPUT:
-        dS = tl.load(dends + at_segment + state_offsets, mask=in_state, other=0.0)
-    segment_end = tl.minimum(length, (segment + 1) * segment_length)
-    tile_count = tl.cdiv(segment_end - segment * segment_length, TILE)
-    for n in tl.range(0, tile_count, num_stages=STAGES):
-        tile_start = segment * segment_length + (tile_count - 1 - n) * TILE
-        base, in_range = (sequence_start + tile_start) * heads + head % heads, tile_start + i < length
-        tile = head.to(tl.int64) * tiles + tile_start // TILE
-        is_real, reset, gate_is_one = load_flags(flags + sequence_start + tile_start, i, in_range, HAS_FLAGS)
-        kt, gate, slope, same, reads_start, in_end, survives = load_keys(
-            k + base * m, g + base, i, is_real, reset, heads, mi, m, HAS_FLAGS, TILE
-        )
-        f_run, f_inv, f_root, _, _, f_slope = load_gate(
-            f + base * m, i, is_real, gate_is_one, heads, mi, m, F_WIDTH, OPERAND, TILE
-        )
-        qt, dyt = load_tile(q + base * m, i, is_real, heads, mi, m), load_tile(dy + base * d, i, is_real, heads, di, d)
-        # Rounded once, here: the products and the elementwise q dq + k dk - k dk below must see the same values.
-        q_in, k_in = round_to_product(qt * f_run, OPERAND, PRECISION), round_to_product(kt * f_inv, OPERAND, PRECISION)
-        k_read = round_to_product(kt * f_run, OPERAND, PRECISION)
-        q_start = tl.where(reads_start, q_in * f_root[None, :], 0.0)
-        k_start = tl.where(reads_start, k_read * f_root[None, :], 0.0)
-        k_end = tl.where(in_end, k_in * f_root[None, :], 0.0)
-        inverse = tl.load(inverses + tile * TILE * TILE + i[:, None] * TILE + i[None, :])
-        scores = matmul(q_in, tl.trans(k_in), OPERAND, PRECISION)
-        scores = tl.where(lower_triangle(TILE, 0) & same, scores, 0.0)
-        du = matmul(tl.trans(scores), dyt, OPERAND, PRECISION) + matmul(k_end, tl.trans(dS), OPERAND, PRECISION)
-        dtarget = du + matmul(tl.trans(inverse), du, OPERAND, PRECISION)
-        dvalue = gate * dtarget
-        state_decay = (survives * f_root * f_root)[None, :]
-        if OUTPUT:
-            S = tl.load(tile_states + tile * d * m + state_offsets, mask=in_state, other=0.0)
-            error = load_tile(v + base * d, i, is_real, heads, di, d) - matmul(k_start, tl.trans(S), OPERAND, PRECISION)
-            u = gate * error + matmul(inverse, gate * error, OPERAND, PRECISION)
-            overlap = matmul(k_read, tl.trans(k_in), OPERAND, PRECISION)
-            overlap = tl.where(lower_triangle(TILE, 1) & same, overlap, 0.0)
-            dscores = matmul(dyt, tl.trans(u), OPERAND, PRECISION)
-            # A token's own term (q_t . k_t) u_t has no gate in it: it is kept out of the sums for the gradient of f.
-            own = tl.sum(tl.where(i[:, None] == i[None, :], dscores, 0.0), 1)[:, None]
-            dscores = tl.where(lower_triangle(TILE, 1) & same, dscores, 0.0)
-            doverlap = matmul(dtarget, tl.trans(u), OPERAND, PRECISION)
-            doverlap = tl.where(lower_triangle(TILE, 1) & same, -doverlap, 0.0)
-            dscores = round_to_product(dscores, OPERAND, PRECISION)
-            gated = round_to_product(gate * doverlap, OPERAND, PRECISION)
-            dq_start, dk_start = matmul(dyt, S, OPERAND, PRECISION), -matmul(dvalue, S, OPERAND, PRECISION)
-            dq_in, dk_read = matmul(dscores, k_in, OPERAND, PRECISION), matmul(gated, k_in, OPERAND, PRECISION)
-            dq_in += tl.where(reads_start, dq_start * f_root[None, :], 0.0)
-            dk_read += tl.where(reads_start, dk_start * f_root[None, :], 0.0)
-            dk_in = matmul(tl.trans(dscores), q_in, OPERAND, PRECISION)
-            dk_in += matmul(tl.trans(gated), k_read, OPERAND, PRECISION)
-            dk_end = tl.where(in_end, matmul(u, dS, OPERAND, PRECISION) * f_root[None, :], 0.0)
-            new_dg = tl.sum(dtarget * error, 1) + tl.sum(doverlap * overlap, 1)
-            store_tile(dq + base * m, f_run * dq_in + own * kt, i, in_range, heads, mi, m)
-            new_dk = f_run * dk_read + f_inv * (dk_in + dk_end) + own * qt
-            store_tile(dk + base * m, new_dk, i, in_range, heads, mi, m)
-            store_tile(dv + base * d, dvalue, i, in_range, heads, di, d)
-            store_tile(dg + base, new_dg[:, None] * slope, i, in_range, heads, tl.arange(0, 1), 1)
-            if F_WIDTH > 0:
-                flow = q_in * dq_in + k_read * dk_read - k_in * dk_in
-                # S_start * dS_end * decay: the gradient that passes through the whole tile. Every gate of it gets it.
-                through = state_decay * matmul(tl.full([TILE, BD], 1.0, tl.float32), S * dS, OPERAND, PRECISION)
-                dlog = gate_gradient(flow, k_in * dk_end, OPERAND, PRECISION, TILE) + through
-                if HAS_FLAGS:
-                    dlog = tl.where(gate_is_one[:, None], 0.0, dlog)
-                store_tile(df + base * m, dlog * f_slope, i, in_range, heads, mi, m)
-        dS = dS * state_decay + matmul(tl.trans(dyt), q_start, OPERAND, PRECISION)
-        dS -= matmul(tl.trans(dvalue), k_start, OPERAND, PRECISION)
-    if OUTPUT:
-        if segment == 0:
-            tl.store(dstarts + head.to(tl.int64) * d * m + state_offsets, dS, mask=in_state)
-    else:
-        tl.store(dstarts + at_segment + state_offsets, dS, mask=in_state)
+    """Compute dU and the gradients of the state at each chunk's end and at the start. Grid, memory: as in forward."""
+    padded = tl.cdiv(d, BD) * BD
+    head, _slice, sequence_start, mi, di, _, _ = locate_program(padded, m, heads, length, BM, SLICE)
+    i, chunks = tl.arange(0, CHUNK), tl.cdiv(length, CHUNK)
+    state_offsets = di[None, :] * m + mi[:, None]
+    in_state = (di < d)[None, :] & (mi < m)[:, None]
+    head = head.to(tl.int64)
+    dS = tl.load(dends + head * d * m + state_offsets, mask=in_state, other=0.0)
+    for step in tl.range(0, chunks, num_stages=STAGES):
+        chunk = chunks - 1 - step
+        n, start = head * chunks + chunk, chunk * CHUNK
+        wide = rows_of(n, i, mi, BM, CHUNK)
+        base = (sequence_start + start) * heads + head % heads
+        dyt = load_tile(dy + base * d, i, start + i < length, heads, di, d)
+        store_stored(dstates, rows_of(n, mi, di, padded, BM), dS)
+        from_y = tl.trans(load_float(scores, rows_of(n, i, i, CHUNK, CHUNK)))
+        dut = matmul(from_y, dyt, OPERAND, PRECISION) + matmul(load_float(k_end, wide), dS, OPERAND, PRECISION)
+        store_stored(du, rows_of(n, i, di, padded, CHUNK), dut)
+        dS = dS * tl.load(decays + n * BM + mi)[:, None]
+        dS += matmul(tl.trans(load_float(q_start, wide)), dyt, OPERAND, PRECISION)
+        dS -= matmul(tl.trans(load_float(w, wide)), dut, OPERAND, PRECISION)
+    tl.store(dstarts + head * d * m + state_offsets, dS, mask=in_state)
 
 
 @triton.jit(do_not_specialize=SIZES)
-def scan_segments(
-    boundary, ends, sums, states, segments, m, d,
-    REVERSE: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
+def gradients(
+    q, k, f, g, flags, u, inverses, decays, states, dy, du, dstates, dq, dk, dv, df, dg, length, heads, m, d,
+    F_WIDTH: tl.constexpr, HAS_FLAGS: tl.constexpr, CHUNK: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
+    M_ALIGN: tl.constexpr, D_ALIGN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
-    """Scan over the segments: the state at each segment's start, S P + W from one to the next.
+    """Compute the gradients of the inputs from dU and those of the states. Grid: (N,).
 
-    With REVERSE: the gradient of the state at each segment's end, dS P^T + what the segment adds (`sums`). Grid:
-    (B*H*slices,). `ends` holds [W; P] of each segment, P after the first d rows.
+    dtarget = X^T dU is the gradient of the right-hand side of the system, so that dV = g dtarget, and the gradient of g
+    is that of dtarget U^T's diagonal, divided by g.
     """
-    head, _slice, _row, mi, _di, state_offsets, in_state = locate_program(d, m, 1, 0, BM, BD)
-    head = head.to(tl.int64)
-    square, in_square = mi[:, None] * m + mi[None, :], (mi < m)[:, None] & (mi < m)[None, :]
-    S = tl.load(boundary + head * d * m + state_offsets, mask=in_state, other=0.0)
-    for n in range(segments - 1):
-        base = head * segments + (segments - 1 - n if REVERSE else n)
-        tl.store(states + base * d * m + state_offsets, S, mask=in_state)
-        through = tl.load(ends + (base * (d + m) + d) * m + square, mask=in_square, other=0.0)
-        if REVERSE:
-            added = tl.load(sums + base * d * m + state_offsets, mask=in_state, other=0.0)
-            through = tl.trans(through)
-        else:
-            added = tl.load(ends + base * (d + m) * m + state_offsets, mask=in_state, other=0.0)
-        S = matmul(S, through, tl.float32, PRECISION) + added
-    tl.store(states + (head * segments + (0 if REVERSE else segments - 1)) * d * m + state_offsets, S, mask=in_state)
+    m, d = assume_multiple(m, M_ALIGN), assume_multiple(d, D_ALIGN)
+    n, start, base, token = locate_chunk(length, heads, CHUNK)
+    i, mi = tl.arange(0, CHUNK), tl.arange(0, BM)
+    in_range = start + i < length
+    is_real, gate_is_one, same, reads_start, in_end, _ = load_masks(flags + token, i, in_range, HAS_FLAGS, CHUNK)
+    gate, one_minus_gate = load_g(g + base, i, is_real, heads)
+    solved = tl.trans(load_float(inverses, rows_of(n, i, i, CHUNK, CHUNK)))
+    padded = tl.cdiv(d, BD) * BD
+    dscores, doverlap = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
+    dq_start, dk_start = tl.zeros([CHUNK, BM], tl.float32), tl.zeros([CHUNK, BM], tl.float32)
+    dk_end, passing, new_dg = (
+        tl.zeros([CHUNK, BM], tl.float32),
+        tl.zeros([BM], tl.float32),
+        tl.zeros([CHUNK], tl.float32),
+    )
+    for first in range(0, d, BD):
+        di = first + tl.arange(0, BD)
+        narrow, tall = rows_of(n, i, di, padded, CHUNK), rows_of(n, mi, di, padded, BM)
+        ut, dyt = load_float(u, narrow), load_tile(dy + base * d, i, is_real, heads, di, d)
+        S, dS = load_float(states, tall), load_float(dstates, tall)
+        dtarget = matmul(solved, load_float(du, narrow), OPERAND, PRECISION)
+        dvalue = gate * dtarget
+        store_tile(dv + base * d, dvalue, i, in_range, heads, di, d)
+        new_dg += tl.sum(dtarget * ut, 1)
+        dscores += matmul(dyt, tl.trans(ut), OPERAND, PRECISION)
+        doverlap -= matmul(dvalue, tl.trans(ut), OPERAND, PRECISION)
+        dq_start += matmul(dyt, tl.trans(S), OPERAND, PRECISION)
+        dk_start -= matmul(dvalue, tl.trans(S), OPERAND, PRECISION)
+        dk_end += matmul(ut, tl.trans(dS), OPERAND, PRECISION)
+        passing += tl.sum(S * dS, 1)
+    store_tile(dg + base, new_dg[:, None] * one_minus_gate, i, in_range, heads, tl.arange(0, 1), 1)
+
+    qt = load_tile(q + base * m, i, is_real, heads, mi, m)
+    kt = load_tile(k + base * m, i, is_real, heads, mi, m)
+    log, slope = load_log_f(f + base * m, i, is_real, gate_is_one, heads, mi, m, F_WIDTH, STORED)
+    running, inverse, first_root, second_root = half_products(log, F_WIDTH, STORED, CHUNK)
+    first, second = first_root * first_root, second_root * second_root
+    from_start = by_half(first_root, first * second_root, F_WIDTH, CHUNK) * running
+    to_end = by_half(first_root * second, second_root, F_WIDTH, CHUNK) * inverse
+    new_dq = tl.where(reads_start, dq_start * from_start, 0.0)
+    dk_start = tl.where(reads_start, dk_start * from_start, 0.0)
+    dk_end = tl.where(in_end, dk_end * to_end, 0.0)
+    # What reads across token t: q dq + k dk - k dk, summed over the tokens from t on, is the gradient of log f_t.
+    flow = qt * new_dq + kt * dk_start
+    new_dk = dk_start + dk_end
+    FIRST: tl.constexpr = NEAR if F_WIDTH > 0 else ALL
+    LAST: tl.constexpr = CROSS if F_WIDTH > 0 else ALL
+    for LEVEL in tl.static_range(FIRST, LAST + 1):
+        reader, read = level_scales(running, inverse, first_root, second_root, LEVEL, CHUNK)
+        mask = pair_mask(same, 1, LEVEL, CHUNK)
+        from_q = round_to_product(tl.where(mask, dscores, 0.0), OPERAND, PRECISION)
+        from_k = round_to_product(tl.where(mask, doverlap, 0.0), OPERAND, PRECISION)
+        # Rounded once, here: the products and the elementwise sum for the flow must see the same values.
+        k_read = round_to_product(kt * read, OPERAND, PRECISION)
+        q_in = round_to_product(qt * reader, OPERAND, PRECISION)
+        dq_in = matmul(from_q, k_read, OPERAND, PRECISION)
+        new_dq += dq_in * reader
+        flow += q_in * dq_in
+        k_in = round_to_product(kt * reader, OPERAND, PRECISION)
+        dk_in = matmul(from_k, k_read, OPERAND, PRECISION)
+        new_dk += dk_in * reader
+        flow += k_in * dk_in
+        dk_read = matmul(tl.trans(from_q), q_in, OPERAND, PRECISION)
+        dk_read += matmul(tl.trans(from_k), k_in, OPERAND, PRECISION)
+        new_dk += dk_read * read
+        flow -= k_read * dk_read
+    # A token's own term (q_t . k_t) u_t has no gate in it: it is kept out of the sums for the gradient of f.
+    own = tl.sum(tl.where(i[:, None] == i[None, :], dscores, 0.0), 1)[:, None]
+    store_tile(dq + base * m, new_dq + own * kt, i, in_range, heads, mi, m)
+    store_tile(dk + base * m, new_dk + own * qt, i, in_range, heads, mi, m)
+    if F_WIDTH > 0:
+        later, earlier = i[:, None] <= i[None, :], i[:, None] > i[None, :]
+        # The state before the chunk passes through all its gates, and what token s wrote through all later ones.
+        dlog = tl.load(decays + n * BM + mi)[None, :] * passing[None, :]
+        dlog += matmul_exact(later.to(tl.float32), flow, STORED)
+        dlog += matmul(earlier.to(tl.float32), kt * dk_end, OPERAND, PRECISION)
+        if HAS_FLAGS:
+            dlog = tl.where(gate_is_one[:, None], 0.0, dlog)
+        store_tile(df + base * m, dlog * slope, i, in_range, heads, mi, m)

@@ -17,7 +17,7 @@ import torch
 from helpers.gpu_compilation import run_compiling
 from helpers.relative_error import assert_all_close, op_flags, op_inputs, run_op, run_with_gradients
 
-from fastweights.rules import MATRIX_RULES, RULES
+from fastweights.rules import DELTA_RULES, MATRIX_RULES, RULES
 
 pytest.importorskip("triton")
 from fastweights.ops.triton import compile, launch, tiled, wy
@@ -78,7 +78,8 @@ def test_compiled_kernels_are_those_launched(
         assert len(calls) == 1 + (rule == "delta" and normalize)  # its normalizer is a call of its own
         assert sorted(looks(*one) for one in compiled) == sorted(launched)
         assert all(x.is_meta for _, _, args, _ in compiled for x in args if isinstance(x, torch.Tensor))
-        assert len(launched) >= (2 if train else 1) * (3 if processors else 1)
+        kernels = 2 if rule in DELTA_RULES else 3 if processors else 1
+        assert len(launched) >= (2 if train else 1) * kernels
         calls.clear()
         launched.clear()
 
@@ -147,7 +148,7 @@ def test_first_call_on_gpu_compiles_in_threads(rule: str, monkeypatch: pytest.Mo
     )
     inputs = {name: x.to(DEVICE) for name, x in op_inputs(rule, B=1, T=300, H=1, m=37, d=41, state=False).items()}
     run_with_gradients(rule, inputs, backend="triton")
-    assert len(compiled) >= 6 and all(name.startswith("ThreadPoolExecutor") for name in compiled)
+    assert len(compiled) >= 4 and all(name.startswith("ThreadPoolExecutor") for name in compiled)
 
 
 def test_kernels_compiled_in_threads_are_not_compiled_again_at_launch(tmp_path: Path) -> None:
