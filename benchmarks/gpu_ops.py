@@ -207,12 +207,13 @@ def run_once(rule: str, m: int, settings: Settings) -> None:
 
 
 def fla(settings: Settings) -> Iterator[dict[str, Any]]:
-    """flash-linear-attention, beside decay, gated_delta and attention; some of its kernels take a whole CUDA context
-    down."""
+    """flash-linear-attention, beside decay, the delta rules and attention; some of its kernels take a whole CUDA
+    context down."""
     result: dict[str, Any] = {"ops": [], "peers": []}
     for shape in shapes(settings):
-        result["ops"] += [*measured("decay", [32], shape, settings), *measured("gated_delta", [64], shape, settings)]
-        yield result
+        for rule, widths in (("decay", [32, 64]), ("delta", [64]), ("gated_delta", [64])):
+            result["ops"] += measured(rule, widths, shape, settings)
+            yield result
     for row in peers.operations([*peers.TORCH, *peers.FLA], shapes(settings), settings):
         result["peers"].append(row)
         yield result
