@@ -32,7 +32,7 @@ BATCH, LENGTH, HEADS, D = 32, 1024, 12, 64
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int8: "*i8"}
 
 
-def launches(rule: str, m: int, dtype: torch.dtype) -> list[Any]:
+def launches(rule: str, m: int, dtype: torch.dtype, with_flags: bool) -> list[Any]:
     """The kernel calls of a forward and a backward pass without a state at the start."""
     launch.multiprocessors = lambda _: 132  # type: ignore[assignment]
     options: dict[str, Any] = {"dtype": dtype, "device": "meta"}
@@ -40,11 +40,12 @@ def launches(rule: str, m: int, dtype: torch.dtype) -> list[Any]:
     q, k = (torch.empty(BATCH, LENGTH, HEADS, m, **options) for _ in range(2))
     v = torch.empty(BATCH, LENGTH, HEADS, D, **options)
     gates = [torch.empty(BATCH, LENGTH, HEADS, widths[width], **options) for width in RULES[rule].gates.values()]
-    plan = launch.Plan(launch.problem_shape(rule, q, k, v, None))
+    flags = torch.empty(BATCH, LENGTH, dtype=torch.int8, device="meta") if with_flags else None
+    plan = launch.Plan(launch.problem_shape(rule, q, k, v, flags))
 
     def both() -> None:
-        y, end, saved = launch.forward(plan, q, k, v, gates, None, None, True)
-        launch.backward(plan, q, k, v, gates, None, saved, y, end)
+        y, end, saved = launch.forward(plan, q, k, v, gates, flags, None, True)
+        launch.backward(plan, q, k, v, gates, flags, saved, y, end)
 
     return record_calls(both)
 
@@ -90,6 +91,7 @@ def main() -> None:
     parser.add_argument("--rule", choices=RULES, default="decay")
     parser.add_argument("--m", type=int, default=32)
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--flags", action="store_true", help="padding or packed documents, as in training")
     parser.add_argument("--set", action="append", default=[], metavar="KERNEL=WARPS,STAGES[,REGISTERS[,ROWS]]")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -99,13 +101,14 @@ def main() -> None:
         kernel, choice = setting.split("=")
         record[kernel] = [int(x) for x in choice.split(",")]
     found = {}
-    for kernel, _, args, given in launches(options.rule, options.m, dtype):
+    for kernel, _, args, given in launches(options.rule, options.m, dtype, options.flags):
         if "BM" in given:  # the others are elementwise
             name, tokens = kernel.__name__, given.get("TILE") or given["CHUNK"]
             found[name] = figures(compiled(kernel, args, given), tokens)
             print(f"{name:14}", found[name], flush=True)
     if options.out:
         what = f"{options.rule}'s kernels compiled for sm_90, {options.dtype}, m {options.m}, d {D}"
+        what += ", with flags" if options.flags else ""
         write_result(options.out, {"what": what, "seed": 0, "tokens": 0, "kernels": found})
 
 

@@ -1,10 +1,12 @@
-"""The small search behind fastweights/ops/triton/blocks.json: warps, pipeline depth and registers of every kernel.
+"""The small search behind fastweights/ops/triton/blocks.json: warps, pipeline depth, registers and rows of each kernel.
 
     python benchmarks/search_blocks.py [--out blocks.json] [--bm 16,32] [--families tiled,wy] [--widths 16,32]
+                                       [--kernels gradients]
 
 For each padded m, family of rules and width of an element, the pass that a kernel belongs to is timed at 32 x 1024
-tokens of 12 heads of d 64, with the other kernels as recorded. Candidates compile in parallel processes first. A choice
-that fails, or whose output differs from the first candidate's, is discarded.
+tokens of 12 heads of d 64, with the other kernels as recorded. Flags of padding and documents are on, as in training:
+with them a kernel needs more registers. Candidates compile in parallel processes first. A choice that fails, or whose
+output differs from the first candidate's, is discarded.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from fastweights.rules import RULES
 BATCH, LENGTH, HEADS, D = 32, 1024, 12, 64
 FAMILIES = {"tiled": "decay", "wy": "gated_delta"}
 DTYPES = {"16": torch.bfloat16, "32": torch.float32}
-# Warps, pipeline depth, most registers of a thread and, for the kernels that go from chunk to chunk, rows of a slice.
+# Warps, pipeline depth, most registers of a thread and, for some of wy.py's kernels, rows of the state at a time.
 BY_CHUNK = [(4, 2, 0, 32), (4, 3, 0, 32), (4, 1, 0, 32), (2, 2, 0, 16), (4, 2, 0, 16), (4, 2, 0, 64), (8, 2, 0, 64)]
 CANDIDATES: dict[str, dict[str, list[tuple[int, ...]]]] = {
     "tiled": {
@@ -38,7 +40,7 @@ CANDIDATES: dict[str, dict[str, list[tuple[int, ...]]]] = {
         "prepare": [(4, 1, 0), (4, 1, 168), (4, 1, 128), (8, 1, 128), (2, 1, 0)],
         "forward": BY_CHUNK,
         "backward": BY_CHUNK,
-        "gradients": [(4, 1, 0), (8, 1, 0), (4, 1, 168), (8, 1, 128)],
+        "gradients": [(4, 1, 255, 32), (4, 1, 255, 16), (8, 1, 255, 32), (8, 1, 255, 16), (8, 1, 168, 32)],
     },
 }
 REPEATS = 7
@@ -60,16 +62,17 @@ def pass_of(kernel: str, rule: str, m: int, dtype: torch.dtype, batch: int, leng
     if kernel == "segments":
         batch, length = max(1, batch // 16), length * 16
     q, k, v, gates, dy = inputs(rule, m, dtype, batch, length)
-    plan = launch.Plan(launch.problem_shape(rule, q, k, v, None))
+    flags = torch.zeros(batch, length, dtype=torch.int8, device="cuda")
+    plan = launch.Plan(launch.problem_shape(rule, q, k, v, flags))
     if kernel in ("prepare", "forward"):
-        return lambda: launch.forward(plan, q, k, v, gates, None, None, True)[:2]
-    _, end, saved = launch.forward(plan, q, k, v, gates, None, None, True)
+        return lambda: launch.forward(plan, q, k, v, gates, flags, None, True)[:2]
+    _, end, saved = launch.forward(plan, q, k, v, gates, flags, None, True)
     dend = torch.randn_like(end)
     if kernel in ("backward", "gradients"):
-        return lambda: launch.backward(plan, q, k, v, gates, None, saved, dy, dend)
+        return lambda: launch.backward(plan, q, k, v, gates, flags, saved, dy, dend)
     return lambda: [
         launch._segment_boundaries(
-            plan, False, plan.segments, plan.segment_length, k, v, gates, None, torch.zeros_like(end)
+            plan, False, plan.segments, plan.segment_length, k, v, gates, flags, torch.zeros_like(end)
         )
     ]
 
@@ -134,11 +137,13 @@ def main() -> None:
     parser.add_argument("--bm", type=lambda s: [int(x) for x in s.split(",")], default=[16, 32, 64, 128])
     parser.add_argument("--families", type=lambda s: s.split(","), default=list(FAMILIES))
     parser.add_argument("--widths", type=lambda s: s.split(","), default=list(DTYPES))
+    parser.add_argument("--kernels", type=lambda s: s.split(","), help="by default all")
     options = parser.parse_args()
     kinds = [
         (kernel, family, width, bm)
         for family, width, bm in itertools.product(options.families, options.widths, options.bm)
         for kernel in CANDIDATES[family]
+        if kernel in (options.kernels or CANDIDATES[family])
     ]
     jobs = [(*kind, choice) for kind in kinds for choice in CANDIDATES[kind[1]][kind[0]]]
     workers = min(len(jobs), os.cpu_count() or 1)

@@ -26,8 +26,8 @@ WIDEST_SLICE = 64
 
 
 class LaunchConfig(NamedTuple):
-    """Warps of a kernel, the depth of its software pipeline, the most registers of a thread (0: no limit), and the
-    widest slice of the state's rows that one program has (0: that of the rule)."""
+    """Warps of a kernel, the depth of its software pipeline, the most registers of a thread (0: Triton's choice), and
+    how many of the state's d rows a program has in registers at a time (0: a slice of the rule)."""
 
     warps: int
     stages: int
@@ -53,7 +53,7 @@ RECORD: dict[str, dict[str, list[int]]] = json.loads(Path(__file__).with_suffix(
 
 
 def key(family: str, bits: str, bm: int) -> str:
-    """The key of a record: "tiled" or "wy", bits of the operands (wy: of what kernels store), and the padded m."""
+    """The key of a record: "tiled" or "wy", "16" for bfloat16 and "32" for other dtypes, and the padded m."""
     return f"{family}/{bits}/{bm}"
 
 

@@ -72,7 +72,8 @@ class Plan:
         self.blocks = blocks_for(shape.rule, shape.m, shape.d, shape.dtype)
         operand, precision = OPERANDS[shape.dtype]
         self.stored = torch.bfloat16 if operand == tl.bfloat16 else torch.float32
-        if self.solved:  # differences of values need float32 operands; small states more bits still (wy.py)
+        if self.solved:  # wy.py says why these need more precision
+            self.stored = torch.float32 if self.blocks.bm == 16 else self.stored
             operand = tl.float32
             precision = "tf32x3" if shape.dtype == torch.float32 or self.blocks.bm == 16 else "tf32"
         self.constants: dict[str, Any] = {
@@ -315,15 +316,20 @@ def _backward_delta(
     dq, dk, dv, *dgates = [x.new_empty(x.shape) for x in (q, k, v, *gates)]
     inputs = (q, k, *_pointers(q, *_f_and_g(gates), flags), u, inverses, decays, states, dy, du, dstates)
     arguments = (*inputs, dq, dk, dv, *_pointers(q, *_f_and_g(dgates)), *sizes)
-    run(wy.gradients, (plan.sequences * plan.tiles,), arguments, **plan.options(wy.gradients, "gradients"))
+    options = plan.options(wy.gradients, "gradients")
+    run(wy.gradients, (plan.sequences * plan.tiles,), arguments, SLICE=_slice_rows(plan, "gradients"), **options)
     return [dq, dk, dv, dstart, *dgates]
 
 
 def _delta_slices(plan: Plan, kernel: str) -> tuple[tuple[int, ...], int]:
     """The grid of a kernel that goes from chunk to chunk, and the rows of the state in each of its programs."""
-    wide = plan.slices * plan.blocks.bd
-    rows = min(plan.blocks.kernels[kernel].rows, plan.blocks.bd)
+    wide, rows = plan.slices * plan.blocks.bd, _slice_rows(plan, kernel)
     return (plan.sequences * (wide // rows),), rows
+
+
+def _slice_rows(plan: Plan, kernel: str) -> int:
+    """The rows of the state that a program of a kernel has in registers at a time."""
+    return min(plan.blocks.kernels[kernel].rows or plan.blocks.bd, plan.blocks.bd)
 
 
 def _can_compile(device: torch.device) -> bool:

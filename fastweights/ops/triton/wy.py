@@ -23,8 +23,12 @@ they are computed on LEVELS, each with its own reference point, relative to whic
 
 Precision: the rule takes differences of values and what the state returns for their keys, so all products have
 float32 operands (tf32, or three-way split tf32), whatever the dtype of the inputs. STORED is the dtype of what kernels
-leave for each other: bfloat16 if the inputs are. The gradient of f is a sum that cancels; it uses the same rounded
-values that the products multiplied.
+leave for each other: bfloat16 if the inputs are and BM is above 16. A state of few columns loses most of what it stores
+to the next key, and the rounding of what is left would be too large. The gradient of f is a sum that cancels; it uses
+the same rounded values that the products multiplied.
+
+Registers: Triton 3.6 gives `gradients` 32 registers a thread, and spills the rest, unless a limit is named. blocks.json
+names 255 there.
 
 Shapes in a program: tokens t [CHUNK]   q, k, f [CHUNK,BM]   v, u [CHUNK,BD]   scores, X [CHUNK,CHUNK]
                      S [BM,BD]: transposed, so that no product needs its transpose
@@ -328,9 +332,12 @@ def backward(
 def gradients(
     q, k, f, g, flags, u, inverses, decays, states, dy, du, dstates, dq, dk, dv, df, dg, length, heads, m, d,
     F_WIDTH: tl.constexpr, HAS_FLAGS: tl.constexpr, CHUNK: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
-    M_ALIGN: tl.constexpr, D_ALIGN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, STORED: tl.constexpr,
+    SLICE: tl.constexpr, M_ALIGN: tl.constexpr, D_ALIGN: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of the inputs from dU and those of the states. Grid: (N,).
+
+    The sums over d go through SLICE columns at a time, which bounds the registers that they need.
 
     dtarget = X^T dU is the gradient of the right-hand side of the system, so that dV = g dtarget, and the gradient of g
     is that of dtarget U^T's diagonal, divided by g.
@@ -339,7 +346,7 @@ def gradients(
     n, start, base, token = locate_chunk(length, heads, CHUNK)
     i, mi = tl.arange(0, CHUNK), tl.arange(0, BM)
     in_range = start + i < length
-    is_real, gate_is_one, same, reads_start, in_end, _ = load_masks(flags + token, i, in_range, HAS_FLAGS, CHUNK)
+    is_real, _, _ = load_flags(flags + token, i, in_range, HAS_FLAGS)
     gate, one_minus_gate = load_g(g + base, i, is_real, heads)
     solved = tl.trans(load_float(inverses, rows_of(n, i, i, CHUNK, CHUNK)))
     padded = tl.cdiv(d, BD) * BD
@@ -350,8 +357,8 @@ def gradients(
         tl.zeros([BM], tl.float32),
         tl.zeros([CHUNK], tl.float32),
     )
-    for first in range(0, d, BD):
-        di = first + tl.arange(0, BD)
+    for first in range(0, d, SLICE):
+        di = first + tl.arange(0, SLICE)
         narrow, tall = rows_of(n, i, di, padded, CHUNK), rows_of(n, mi, di, padded, BM)
         ut, dyt = load_float(u, narrow), load_tile(dy + base * d, i, is_real, heads, di, d)
         S, dS = load_float(states, tall), load_float(dstates, tall)
@@ -367,6 +374,8 @@ def gradients(
         passing += tl.sum(S * dS, 1)
     store_tile(dg + base, new_dg[:, None] * one_minus_gate, i, in_range, heads, tl.arange(0, 1), 1)
 
+    # Only now, and from the flags again: registers would hold the masks during the loop.
+    is_real, gate_is_one, same, reads_start, in_end, _ = load_masks(flags + token, i, in_range, HAS_FLAGS, CHUNK)
     qt = load_tile(q + base * m, i, is_real, heads, mi, m)
     kt = load_tile(k + base * m, i, is_real, heads, mi, m)
     log, slope = load_log_f(f + base * m, i, is_real, gate_is_one, heads, mi, m, F_WIDTH, STORED)
@@ -374,9 +383,9 @@ def gradients(
     first, second = first_root * first_root, second_root * second_root
     from_start = by_half(first_root, first * second_root, F_WIDTH, CHUNK) * running
     to_end = by_half(first_root * second, second_root, F_WIDTH, CHUNK) * inverse
-    new_dq = tl.where(reads_start, dq_start * from_start, 0.0)
-    dk_start = tl.where(reads_start, dk_start * from_start, 0.0)
-    dk_end = tl.where(in_end, dk_end * to_end, 0.0)
+    new_dq = dq_start * tl.where(reads_start, from_start, 0.0)
+    dk_start = dk_start * tl.where(reads_start, from_start, 0.0)
+    dk_end = dk_end * tl.where(in_end, to_end, 0.0)
     # What reads across token t: q dq + k dk - k dk, summed over the tokens from t on, is the gradient of log f_t.
     flow = qt * new_dq + kt * dk_start
     new_dk = dk_start + dk_end
