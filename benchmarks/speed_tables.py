@@ -22,6 +22,7 @@ def speed_tables() -> dict[str, Table]:
         "kernel times": (_parts(kernels["kernels"]["profiles"]), "gpu_kernels.json"),
         "precision": (_precision(kernels["precision"]["cases"]), "gpu_kernels.json"),
         "training speed": (_training(training["training"]["models"]), "gpu_training.json"),
+        "training, converted": (_training_pieces(_result("training_speed")["measured"]), "training_speed.json"),
         "decoding speed": (_decode(decode["decode"]), "gpu_decode.json"),
         "decoding on a CPU": (_cpu(_result("decode_cpu")), "decode_cpu.json"),
         "chunked on a CPU": (_chunked(_result("cpu")["operations"]), "cpu.json"),
@@ -89,6 +90,14 @@ def _training(models: dict[str, Any]) -> list[list[str]]:
     for name, row in models.items():
         step, peak = row["ms a step"]["median"], row["peak MiB"] / 1024
         lines.append([name, f"{row['tokens/s']:,.0f}", f"{step:.1f}", f"{peak:.1f}", f"{row['parameters']:,}"])
+    return lines
+
+
+def _training_pieces(measured: dict[str, Any]) -> list[list[str]]:
+    lines = [["", "tokens/s", "ms a step", "GPU busy", "peak GiB"]]
+    for name, row in measured.items():
+        cells = [f"{row['tokens/s']:,.0f}", f"{row['ms a step']:.1f}", f"{row['profile']['busy share']:.0%}"]
+        lines.append([name, *cells, f"{row['peak GiB']:.1f}"])
     return lines
 
 

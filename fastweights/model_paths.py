@@ -82,6 +82,12 @@ def display_name(source: str | os.PathLike) -> str:
     return folder.parent.name if of_run else path.name or folder.name
 
 
+def short_path(source: str | os.PathLike) -> str:
+    """A path in the working directory as relative to it; anything else, such as a hub id, as it is."""
+    path, here = Path(source), Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else os.fspath(source)
+
+
 def no_such_folder(source: str | os.PathLike) -> CheckpointError:
     """The error about a path where there is nothing."""
     return CheckpointError(f"no folder at {source}: give a model's folder, a GGUF file or a hub id")

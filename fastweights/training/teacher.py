@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fastweights.loading import load
-from fastweights.model_paths import locate
+from fastweights.model_paths import locate, short_path
 from fastweights.modeling.families import family_of
 from fastweights.utils.errors import Argument, CheckpointError, FastWeightsError
 
@@ -52,7 +52,7 @@ def load_teacher(
     try:
         locate(name)
         if not teacher:
-            announce(f"{source} was converted from {name}, which is loaded")
+            announce(f"{short_path(source)} was converted from {short_path(name)}, which is loaded")
         model = load(name, dtype=dtype)
     except CheckpointError as error:
         default = () if teacher else (f"the base of {source} is not found, name it with ",)
