@@ -286,7 +286,16 @@ def relative_error(found: list[float], expected: list[float]) -> float:
     return float(np.linalg.norm(np.subtract(found, expected)) / np.linalg.norm(expected))
 
 
-def check(running: dict[str, Worker], tokens: list[int]) -> dict[str, dict[str, float]]:
+def check(running: dict[str, Worker], texts: list[list[int]]) -> dict[str, dict[str, float]]:
+    """Mean relative errors of the logits after texts: what rounding costs differs several times between texts."""
+    found = [check_text(running, text) for text in texts]
+    return {
+        library: {name: statistics.mean(errors[library][name] for errors in found) for name in names}
+        for library, names in found[0].items()
+    }
+
+
+def check_text(running: dict[str, Worker], tokens: list[int]) -> dict[str, dict[str, float]]:
     """Relative errors of the logits after a text."""
     base = running["transformers"]("logits", name="float32", tokens=tokens)["logits"]
     errors = {
@@ -410,8 +419,8 @@ def main() -> None:
         sizes = load_ggufs(running["llama.cpp"], options.gguf, folder)
         llama = running["llama.cpp"]("about")
         texts = read_texts(options.text, options.gguf, options.texts) if options.text else []
-        tokens = texts[0][:CHECK_TOKENS] if texts else list(range(1000, 1000 + CHECK_TOKENS))
-        errors = check(running, tokens)
+        checked = [text[:CHECK_TOKENS] for text in texts] or [list(range(1000, 1000 + CHECK_TOKENS))]
+        errors = check(running, checked)
         failed = [pair for pair in contenders if not errors[pair[0]][pair[1]] <= TOLERANCES[pair[0]][pair[1]]]
         print("relative errors of the logits:", json.dumps(errors))
         found = perplexities(running, texts) if texts else []

@@ -54,7 +54,7 @@ TINY = dict(vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_lay
 TINY |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=True)
 # Mean tokens of a document; more tokens than a short run reads.
 DOCUMENT_TOKENS, TEXT_TOKENS = 600, 2**23
-PROFILED_STEPS, TOP_KERNELS = 3, 15
+PROFILED_STEPS, TOP_KERNELS = 3, 40
 JOBS = (1, 2, 4)
 # Seconds that jobs wait for each other before all of them measure.
 PATIENCE = 300
