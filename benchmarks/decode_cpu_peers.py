@@ -31,9 +31,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
+
+from fastweights.profiling.model_cost import cheaper_from
+from fastweights.utils.provenance import provenance, write_result
 
 SEED, PREFIX = 0, 256
 LENGTHS, BATCHES = (256, 1024, 4096, 16384, 65536), (1, 8)
@@ -362,10 +366,6 @@ def measure(
 
 def crossings(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each of the engine's weights and each other contender: from which length on the engine is faster."""
-    from types import SimpleNamespace
-
-    from fastweights.profiling.model_cost import cheaper_from
-
     lines: dict[tuple[int, str, str], list[Any]] = {}
     for point in points:
         key = point["batch"], point["library"], point["weights"]
@@ -410,8 +410,6 @@ def main() -> None:
         return
     if options.quick:
         options.lengths, options.batches, options.rounds, options.tokens = (256, 4096), (1,), 1, 8
-    from fastweights.utils.provenance import provenance, write_result
-
     result = provenance()
     contenders = [("fastweights", name) for name in WEIGHTS] + [("llama.cpp", name) for name in GGUFS]
     contenders += [("transformers", name) for name in ("float32", "bfloat16")]

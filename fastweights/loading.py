@@ -10,19 +10,21 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fastweights.config import ConfigError
 from fastweights.conversion import drop_gguf_quantizer
-from fastweights.model_paths import FAIRSEQ, dictionary_beside, locate, new_model_folder
+from fastweights.model_paths import FAIRSEQ, TRAINING, dictionary_beside, locate, new_model_folder
 from fastweights.modeling import fairseq
 from fastweights.modeling.classes import check_tensors, keep_softcap
 from fastweights.modeling.source_files import (
     WITHOUT_CODE,
     check_arguments,
     check_config,
+    check_gguf,
     check_weight_sizes,
     loading_errors,
 )
 from fastweights.tokenization import set_special_tokens
 from fastweights.utils.errors import Argument, CheckpointError
 from fastweights.utils.gguf import read_metadata
+from fastweights.utils.manifest import MANIFEST, find_damage
 
 # BPE vocabularies (`tokenizer.ggml.pre`) whose texts start with bos, unless a GGUF file says otherwise. llama.cpp has
 # the same list.
@@ -114,7 +116,8 @@ def _fairseq_tokenizer(checkpoint: Path) -> Any:
     dictionary = dictionary_beside(checkpoint)
     if dictionary is None:
         raise CheckpointError(f"{checkpoint} has no dictionary beside it: put fairseq's dict.txt into the same folder")
-    return fairseq.dictionary_tokenizer(dictionary, fairseq.read_config(checkpoint).vocab_size)
+    with loading_errors(checkpoint, str(checkpoint.parent)):
+        return fairseq.dictionary_tokenizer(dictionary, fairseq.read_config(checkpoint).vocab_size)
 
 
 def _gguf_tokenizer(folder: str, gguf: str) -> Any:
@@ -148,12 +151,21 @@ def _load(kind: Any, source: str | os.PathLike, **kwargs: Any) -> Any:
     check_arguments(kwargs)
     with loading_errors(source, folder):
         if gguf:
+            check_gguf(Path(folder) / gguf)
             kwargs["gguf_file"] = gguf
         else:
             check_config(folder, **kwargs)
             if kind is AutoModelForCausalLM:
+                _check_manifest(Path(folder))
                 check_weight_sizes(folder)
         return kind.from_pretrained(folder, **kwargs | WITHOUT_CODE)
+
+
+def _check_manifest(folder: Path) -> None:
+    """Refuse a damaged checkpoint of a training run. Other folders have no checksums."""
+    damage = find_damage(folder, without=(TRAINING,)) if (folder / MANIFEST).is_file() else None
+    if damage is not None:
+        raise CheckpointError(f"{folder} is damaged: {damage}; restore it, or use another checkpoint of the run")
 
 
 def save(model: Any, folder: str | os.PathLike, tokenizer: Any = None, overwrite: bool = False) -> None:

@@ -13,10 +13,13 @@ from pathlib import Path
 
 from fastweights.utils.errors import Argument, CheckpointError
 from fastweights.utils.files import atomic_folder
+from fastweights.utils.parsing import ParseError, read_json
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 # In the folder of a training run: its settings, and links to two of its checkpoints.
 RUN, BEST, LAST = "run.json", "best", "last"
+# In a checkpoint: how far the run had come, and what it resumes from beside the model.
+PROGRESS, TRAINING = "progress.json", "training.safetensors"
 _GGUF_MAGIC = b"GGUF"
 # File names that end so are models: in llama.cpp's format, and checkpoints of fairseq.
 GGUF, FAIRSEQ = ".gguf", ".pt"
@@ -63,15 +66,28 @@ def find_model(source: str | os.PathLike) -> str:
     A run without validation has no best checkpoint: then it is the last one.
 
     Raises:
-        CheckpointError: the run has no checkpoint yet.
+        CheckpointError: the run has no checkpoint yet, or its best one is gone.
     """
     folder = Path(source)
     if not (folder / RUN).is_file() or (folder / CONFIG).is_file():
         return os.fspath(source)
-    for name in (BEST, LAST):
-        if (folder / name / CONFIG).is_file():
-            return str(folder / name)
+    if (folder / BEST / CONFIG).is_file():
+        return str(folder / BEST)
+    if (folder / LAST / CONFIG).is_file():
+        if _has_best(folder / LAST):
+            how = f"restore it, or give the last checkpoint, {folder / LAST}"
+            raise CheckpointError(f"{folder / BEST} is not there: {how}")
+        return str(folder / LAST)
     raise CheckpointError(f"the training run in {folder} has no checkpoint yet: resume it, or give another model")
+
+
+def _has_best(checkpoint: Path) -> bool:
+    """Whether a run had a best checkpoint when it wrote this one."""
+    try:
+        progress = read_json(checkpoint / PROGRESS)
+    except (OSError, ParseError):
+        return False
+    return isinstance(progress, dict) and progress.get("best") is not None
 
 
 def display_name(source: str | os.PathLike) -> str:

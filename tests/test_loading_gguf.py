@@ -13,7 +13,10 @@ from transformers import AutoModelForCausalLM
 
 import fastweights as fw
 from fastweights.loading import load, load_tokenizer, save
+from fastweights.modeling.description import describe_source
+from fastweights.modeling.source_files import check_source
 from fastweights.tokenization import adds_eos, bos_token
+from fastweights.utils.errors import CheckpointError
 from fastweights.utils.gguf import read_metadata
 
 gguf = pytest.importorskip("gguf")
@@ -53,6 +56,20 @@ def test_metadata_equals_what_the_gguf_package_reads(tmp_path: Path) -> None:
     for name, reason in (("short", "is cut short"), ("other", "does not start with GGUF")):
         with pytest.raises(ValueError, match=reason):
             read_metadata(tmp_path / f"{name}.gguf")
+
+
+@pytest.mark.parametrize("field", ["block_count", "embedding_length", "feed_forward_length"])
+def test_header_that_asks_for_more_than_the_file_holds_is_refused(field: str, tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_tiny_llama(path)
+    content = bytearray(path.read_bytes())
+    name = f"llama.{field}".encode()
+    value = content.index(name) + len(name) + 4  # after the type
+    content[value : value + 4] = (2**30).to_bytes(4, "little")
+    path.write_bytes(content)
+    for read in (load, describe_source, check_source):
+        with pytest.raises(CheckpointError, match=r"tiny\.gguf.*(too large|must be at most)"):
+            read(path)
 
 
 def test_gguf_file_can_be_converted_saved_and_loaded(tmp_path: Path) -> None:

@@ -165,7 +165,11 @@ class _Worker:
         )
         assert self.process.stdin is not None and self.process.stdout is not None
         self.stdin, self.stdout = self.process.stdin, self.process.stdout
-        _write_frame(self.stdin, frame)
+        try:
+            _write_frame(self.stdin, frame)
+        except BaseException:  # it has ended already
+            self.end()
+            raise
 
     def encode(self, texts: list[str]) -> list[Encoded]:
         encoded = [text.encode() for text in texts]
@@ -204,7 +208,7 @@ def _workers(frame: Any, count: int) -> Iterator[Callable[[TextEncoder, list[str
             try:
                 workers.append(_Worker(frame))
                 free.put(workers[-1])
-            except OSError:  # the system allows no more
+            except OSError:  # the system allows no more, or ended it
                 free.put(None)
         yield encode
     finally:

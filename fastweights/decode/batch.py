@@ -417,7 +417,7 @@ class Batch:
         graph = torch.cuda.CUDAGraph()
         # Graphs share their memory: one runs at a time, and what it leaves is in tensors outside of it.
         pool = next(iter(self.graphs.values())).pool() if self.graphs else None
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             self._step(mode)
         self.graphs[mode] = graph
 

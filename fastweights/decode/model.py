@@ -241,7 +241,7 @@ class DecodeModel:
 
         Args:
             slots: The slots that are needed; all by default. Where the step runs in C, the other ones cost no time, and
-                their logits remain what they were.
+                their logits mean nothing.
         """
         self._embed()
         for rotary in self.rotary.values():
@@ -253,7 +253,8 @@ class DecodeModel:
         else:
             self.program.run(slots)
         if isinstance(self.head, AdaptiveSoftmax):
-            self.logits.copy_(self.head(self.hidden.to(self.context.model_dtype)))
+            rows = slice(None) if slots is None else list(slots)
+            self.logits[rows] = self.head(self.hidden[rows].to(self.context.model_dtype))
         if self.softcap is not None:
             self.logits.div_(self.softcap).tanh_().mul_(self.softcap)
         self.positions.add_(1)

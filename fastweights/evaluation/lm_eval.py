@@ -331,7 +331,7 @@ def _items(task: str, file: Path | None, limit: int | None) -> list[str]:
 def _problem(line: str, fields: tuple[str, ...]) -> str:
     try:
         item = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return f"not JSON: {error}"
     missing = [field for field in fields if not isinstance(item, dict) or field not in item]
     return f"without {', '.join(missing)}" if missing else ""

@@ -128,6 +128,8 @@ class Job:
             found: dict[str, Any] = {"settings": result.model.settings, "recipe": result.recipe}
         else:
             found = saved.read_run_file(self.started)
+            if not isinstance(found, dict) or not {"settings", "recipe"} <= found.keys():
+                raise GridError(f"{self.started} must have settings and recipe: restore it, or delete {self.folder}")
         # a setting that an older version did not have gets its default
         config = None if found["settings"] is None else FastWeightsConfig.from_dict(found["settings"]).to_dict()
         return found | {"settings": config, "recipe": Recipe.from_dict(found["recipe"]).to_dict()}

@@ -109,7 +109,7 @@ class AdaptiveEmbedding(nn.Module):
 
     def __init__(self, config: AdaptiveInputConfig) -> None:
         super().__init__()
-        self.bounds, self.embedding_dim = config.bounds, config.hidden_size
+        self.bounds = config.bounds
         self.words = nn.ModuleList(nn.Embedding(*size) for size in config.cluster_sizes)
         self.projections = nn.ModuleList(
             nn.Linear(width, config.hidden_size, bias=False) for _, width in config.cluster_sizes
@@ -152,14 +152,14 @@ class AdaptiveSoftmax(nn.Module):
         self.dropout = nn.Dropout(config.softmax_dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """The log-probability of every word, [...,V], in at least float32."""
-        hidden = self.dropout(hidden)
+        """The log-probability of every word, [...,V], in at least float32. Dropout is for the losses alone."""
         head = _log_softmax(F.linear(hidden, self.head_weight()))
         first = self.bounds[1]
         parts = [head[..., :first]]
         for tail in range(len(self.projections)):
             share = head[..., first + tail, None]
-            parts.append(share + _log_softmax(F.linear(self.tail_input(tail, hidden), self.tail_weight(tail))))
+            projected = F.linear(hidden, self.projections[tail].weight.mT)
+            parts.append(share + _log_softmax(F.linear(projected, self.tail_weight(tail))))
         return torch.cat(parts, -1)
 
     def head_weight(self) -> Tensor:

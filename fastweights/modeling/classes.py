@@ -27,7 +27,7 @@ from fastweights.modeling.initialization import initialize, initialize_missing, 
 from fastweights.modeling.inputs import Base, DecoderMixin
 from fastweights.modeling.layer import FastWeightsAttention
 from fastweights.utils.errors import CheckpointError
-from fastweights.utils.files import write_text
+from fastweights.utils.files import atomic_folder, write_text
 
 logger = logging.get_logger(__name__)
 
@@ -140,11 +140,25 @@ class FastWeightsMixin(Base):
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, **kwargs: Any) -> None:
-        """As in transformers, with a module that imports this package for readers who have not done so."""
+        """As in transformers, with a module that imports this package for readers who have not done so.
+
+        A folder that is new is written completely or not at all. Into a folder that exists, files are written one by
+        one: what else is in it stays.
+        """
         self.config.auto_map = {"AutoConfig": f"{LOADER}.Config"}
+        target = Path(save_directory)
+        if is_main_process and not os.path.lexists(target):
+            if kwargs.get("push_to_hub"):
+                kwargs.setdefault("repo_id", target.name)  # by default that of the folder which is written
+            with atomic_folder(target) as temporary:
+                self._save_files(temporary, is_main_process, **kwargs)
+        else:
+            self._save_files(target, is_main_process, **kwargs)
+
+    def _save_files(self, folder: Path, is_main_process: bool, **kwargs: Any) -> None:
         if is_main_process:
-            write_text(Path(save_directory) / f"{LOADER}.py", LOADER_CODE.format(model_type=self.config.model_type))
-        super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+            write_text(folder / f"{LOADER}.py", LOADER_CODE.format(model_type=self.config.model_type))
+        super().save_pretrained(folder, is_main_process=is_main_process, **kwargs)
 
     def train(self, mode: bool = True) -> Any:
         """As in torch, with a warning about weights whose training would end in NaN."""

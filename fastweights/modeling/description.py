@@ -23,7 +23,7 @@ from fastweights.modeling import fairseq
 from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.families import Family, family_of
 from fastweights.modeling.layer import AttentionShape, FastWeightsAttention, state_shape
-from fastweights.modeling.source_files import check_config, empty_model, loading_errors, read_config
+from fastweights.modeling.source_files import check_config, check_gguf, empty_model, loading_errors, read_config
 from fastweights.modeling.window import cached_tokens
 
 SEQUENCE_LENGTHS = (1024, 8192, 65536)
@@ -92,6 +92,7 @@ def describe_source(source: str | os.PathLike) -> Description:
         if file is not None and file.endswith(FAIRSEQ):
             return describe(empty_model(fairseq.read_config(Path(folder) / file)))
         if file is not None:
+            check_gguf(Path(folder) / file)
             return describe(empty_model(read_config(folder, gguf_file=file)))
         check_config(folder)
         return describe(empty_model(read_config(folder)))

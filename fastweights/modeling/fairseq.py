@@ -16,6 +16,7 @@ import pickle
 import pickletools
 import re
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,8 @@ _PLAIN_SETTINGS = {  # what the architecture has, by the name of fairseq's optio
 }
 # The older format begins with pickles: a magic number, a version, the system and the content.
 _OLD_PICKLES = 4
+# A compressed file of a few kilobytes may hold any number of characters. That of WikiText-103 has 3 million.
+_LONGEST_DICTIONARY = 2**28
 _MOST_NAMES = 6
 
 
@@ -188,6 +191,8 @@ def _decoder_tensors(path: Path, model: dict[str, Any]) -> dict[str, Tensor]:
         name = full_name.removeprefix(_PREFIX)
         if _BUFFERS.fullmatch(name) or not isinstance(tensor, Tensor):
             continue
+        if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():  # one number, repeated
+            raise CheckpointError(f"{path}: {full_name} has {tensor.numel():,} elements, and the file holds fewer")
         for old, new in _OLD_NORMS.items():
             name = name.replace(old, new)
         layer, packed, kind = name.partition("in_proj_")
@@ -327,12 +332,14 @@ def read_dictionary(path: str | os.PathLike) -> list[str]:
     opener: Any = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)
     try:
         with opener(path, "rt", encoding="utf-8", newline="\n") as file:
-            lines = file.read().removesuffix("\n").split("\n")
-    except (OSError, UnicodeDecodeError, lzma.LZMAError, EOFError) as error:
+            text = file.read(_LONGEST_DICTIONARY + 1)
+    except (OSError, UnicodeDecodeError, lzma.LZMAError, zlib.error, EOFError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise CheckpointError(f"the dictionary {path} cannot be read: {reason}") from error
+    if len(text) > _LONGEST_DICTIONARY:
+        raise CheckpointError(f"the dictionary {path} is too large: more than {_LONGEST_DICTIONARY:,} characters")
     words, known = list(SPECIAL_WORDS), set(SPECIAL_WORDS)
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(text.removesuffix("\n").split("\n"), 1):
         line = line.rstrip()
         replaces = line.endswith(" #fairseq:overwrite")
         word, _, count = line.removesuffix(" #fairseq:overwrite").rpartition(" ")

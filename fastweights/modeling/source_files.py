@@ -19,8 +19,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from fastweights.config import ConfigError
-from fastweights.model_paths import ADAPTER, CONFIG, locate, no_such_folder
+from fastweights.model_paths import ADAPTER, CONFIG, GGUF, locate, no_such_folder
 from fastweights.utils.errors import Argument, CheckpointError, FastWeightsError
+from fastweights.utils.gguf import read_metadata
 from fastweights.utils.parsing import ParseError, read_json
 
 HUB_TIMEOUT = 10.0  # seconds
@@ -40,6 +41,8 @@ _LIMITS = dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers
 }
 # A tensor may hold several quantized elements, and some checkpoints leave out what is tied.
 _ELEMENTS_SLACK, _QUANTIZED_SLACK = 2, 32
+# No format of llama.cpp takes less than a bit and a half for a weight.
+_GGUF_ELEMENTS_A_BYTE = 8
 # Buffers, such as causal masks, are in no file.
 _MAX_BUFFERS = 2**28
 _HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "force_download", "proxies")
@@ -57,6 +60,9 @@ def check_source(source: str | os.PathLike) -> None:
     """
     folder, model_file = locate(source)
     if model_file is not None:
+        if model_file.endswith(GGUF):
+            with loading_errors(source, folder):
+                check_gguf(Path(folder) / model_file)
         return
     if not Path(folder).is_dir():
         check_hub_id(folder)
@@ -124,10 +130,20 @@ def check_config(source: str, **arguments: Any) -> None:
         generation = "generation_config.json"
         _check_values(f"{source}: {generation}", _json_object(source, generation, options))
         _json_object(source, "tokenizer_config.json", options)
+        for index in sorted(Path(source).glob("*.index.json")):
+            _check_shards(source, index.name)
         return
     adapter = _json_object(source, ADAPTER, options).get("base_model_name_or_path")
     if isinstance(adapter, str) and adapter != source:  # transformers loads that model instead
         _check_values(f"{source}: its base {adapter}: {CONFIG}", _json_object(adapter, CONFIG, options))
+
+
+def _check_shards(source: str, index: str) -> None:
+    """Refuse an index whose files lie elsewhere: transformers would read them there."""
+    shards = _json_object(source, index, {}).get("weight_map", {})
+    for shard in set(shards.values()) if isinstance(shards, dict) else ():
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise CheckpointError(f"{source}: {index} must name files of this folder, found {shard!r}")
 
 
 def _json_object(source: str, name: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -212,6 +228,29 @@ def check_weight_sizes(folder: str) -> None:
         raise CheckpointError(
             f"{folder}: {CONFIG} describes a model of {size}, and its files hold {elements:,} elements"
         )
+
+
+def check_gguf(path: Path) -> None:
+    """Compare the size of the model that a GGUF file's header describes with the size of the file.
+
+    Raises:
+        CheckpointError: the model would be far larger, or has more layers than any model.
+    """
+    values = read_metadata(path)
+    architecture = values.get("general.architecture")
+
+    def size(name: str) -> int:
+        value = values.get(f"{architecture}.{name}")
+        return value if isinstance(value, int) else 0
+
+    layers, width = size("block_count"), size("embedding_length")
+    if layers > _MAX_LAYERS:
+        raise CheckpointError(f"{path}: {architecture}.block_count must be at most {_MAX_LAYERS:,}, found {layers:,}")
+    widest = max(size("feed_forward_length"), size("attention.head_count") * size("attention.key_length"), 1)
+    limit = _GGUF_ELEMENTS_A_BYTE * path.stat().st_size
+    if layers * width * widest > limit or size("vocab_size") * width > limit:
+        sizes = f"{layers:,} layers of width {width:,} and {widest:,}"
+        raise CheckpointError(f"{path}: its header describes a model of {sizes}, too large for the size of the file")
 
 
 def _stored(folder: Path) -> tuple[int | None, int]:

@@ -44,7 +44,7 @@ def head_loss_in_place(
     from fastweights.ops.triton.head_loss import head_loss_kernel
 
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    numbers = (softcap or 0.0, teacher_softcap or 0.0, float(cross_entropy), float(temperature))
+    numbers = tuple(float(x or 0) for x in (softcap, teacher_softcap, cross_entropy, temperature))
     options: dict[str, Any] = {
         "HAS_TEACHER": teacher is not None,
         "HAS_SOFTCAP": softcap is not None,

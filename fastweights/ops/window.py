@@ -67,7 +67,7 @@ def window_attention(
     """
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     first, end = documents or (None, None)
-    arguments = (q, k, v, first, end, min(window, q.shape[1]), sinks, softcap or 0.0, scale)
+    arguments = (q, k, v, first, end, min(window, q.shape[1]), sinks, float(softcap or 0), float(scale))
     if torch.compiler.is_compiling():
         return window_op(*arguments)[0]
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):

@@ -12,7 +12,6 @@ and a unit: `.1f ms` of 0.0123 is "12.3 ms", `.1f in ms` is "12.3".
 
 from __future__ import annotations
 
-import json
 import math
 import operator
 import re
@@ -22,6 +21,7 @@ from statistics import fmean
 from typing import Any
 
 from fastweights.report.results import ReportError
+from fastweights.utils.parsing import ParseError, read_json
 
 UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "min": 60.0}
 UNITS |= {"bytes": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "MiB": 2.0**20, "GiB": 2.0**30}
@@ -99,9 +99,9 @@ def find_result(name: str, folder: Path) -> Path:
 
 def _read(file: Path) -> Any:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ReportError(f"{file} cannot be read as JSON: {error}") from error
+        return read_json(file)
+    except (OSError, ParseError) as error:
+        raise ReportError(f"{file} cannot be read: {error}") from error
 
 
 def _follow(found: list[Any], path: str, file: Path) -> list[Any]:

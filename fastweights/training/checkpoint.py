@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from fastweights.model_paths import BEST, LAST
+from fastweights.model_paths import BEST, LAST, PROGRESS, TRAINING
 from fastweights.model_paths import RUN as RUN
 from fastweights.results import BaseModel, ValidationPoint, parse_fields, plain
 from fastweights.training.recipe import Recipe
@@ -52,11 +52,12 @@ from fastweights.utils.files import (
 from fastweights.utils.manifest import MANIFEST, find_damage, write_manifest
 from fastweights.utils.parsing import ParseError, read_json
 
-TRAINING, PROGRESS = "training.safetensors", "progress.json"
 # Version of the checkpoints that are written. Those of version 0 have no manifest. Before version 2, the validation
 # before the first step was not always counted as the best one.
 FORMAT = 2
 RETAINED = 2
+# Names of checkpoints, and what is added to those of damaged ones that a run will write again.
+_NAME, DAMAGED = re.compile(r"\d{1,9}-\d{7,12}"), ".damaged"
 # In run.json: whether the run has reported a checkpoint. Without one it starts again at step 0.
 CHECKPOINTED = "checkpointed"
 STUDENT = "student."  # prefix of unmerged weights in training.safetensors
@@ -293,7 +294,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    return re.fullmatch(r"\d{1,9}-\d{7,12}", path.name) is not None and _is_folder(path)
+    return _NAME.fullmatch(path.name) is not None and _is_folder(path)
 
 
 def _order(checkpoint: Path) -> tuple[int, int]:
@@ -334,15 +335,41 @@ def link(folder: Path, name: str, checkpoint: Path) -> None:
     atomic_link(path, Path(CHECKPOINTS) / checkpoint.name)
 
 
-def restore_links(folder: Path, checkpoint: Path, progress: Progress) -> None:
-    """Point `best` and `last` at what they are at a checkpoint that a run resumes from."""
+def return_to(folder: Path, checkpoint: Path, progress: Progress, announce: Callable[[str], None]) -> None:
+    """Make a run's folder as it was when the checkpoint that it resumes from was written.
+
+    `best` and `last` point at what they did. Later checkpoints, which are damaged, get another name: the run writes
+    them again, and would otherwise retain them in place of whole ones. `remove_others` deletes them once it has.
+
+    Args:
+        folder: The run's folder.
+        checkpoint: The one that the run resumes from.
+        progress: That of the checkpoint.
+        announce: Gets a line if the best checkpoint is damaged or gone. The run can go on without it.
+    """
     if checkpoint.parent.name != CHECKPOINTS:  # a copy without links, which is complete
         return
     if linked(folder, LAST) != checkpoint.resolve():
         link(folder, LAST, checkpoint)
-    best = None if progress.best is None else _checkpoint_of_step(folder, progress.best.step)
+    for path in checkpoints(folder):
+        if path.name != LAST and _order(path) > _order(checkpoint):
+            aside = path.with_name(f"{path.name}{DAMAGED}")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+    if progress.best is None:
+        return
+    best = _checkpoint_of_step(folder, progress.best.step)
     if best is not None and linked(folder, BEST) != best.resolve():
         link(folder, BEST, best)
+    damage = "it is not there" if best is None else _damage_of_model(best)
+    if damage is not None:
+        lost = f"the best checkpoint, that of step {progress.best.step}, is damaged: {damage}"
+        announce(f"{lost}; the run goes on, and its best model is lost unless a later one is better")
+
+
+def _damage_of_model(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint's model; None where nothing is, or where no checksums are known."""
+    return find_damage(checkpoint, without=(TRAINING,)) if (checkpoint / MANIFEST).is_file() else None
 
 
 def _checkpoint_of_step(folder: Path, step: int) -> Path | None:
@@ -403,10 +430,10 @@ def remove_others(folder: Path, newest: Path) -> None:
 
     Args:
         folder: The run's folder.
-        newest: The checkpoint that was just written. Newer ones are damaged.
+        newest: The checkpoint that was just written.
     """
     found = [path for path in checkpoints(folder) if path.name != LAST]
-    recent = [path for path in found if _order(path) <= _order(newest)][:RETAINED]
+    recent = [path for path in found if _order(path) <= _order(newest)][:RETAINED]  # a copied `last` may be newer
     best = [_best_at(folder, path) for path in recent]
     for path in found:
         if path in recent:
@@ -415,6 +442,10 @@ def remove_others(folder: Path, newest: Path) -> None:
             with suppress(OSError):
                 (path / TRAINING).unlink(missing_ok=True)
         elif (path / MANIFEST).is_file() or (path / PROGRESS).is_file():
+            shutil.rmtree(path, ignore_errors=True)
+    for path in (folder / CHECKPOINTS).glob(f"*{DAMAGED}"):
+        original = path.with_name(path.name.removesuffix(DAMAGED))
+        if _is_folder(path) and _NAME.fullmatch(original.name) and _order(original) <= _order(newest):
             shutil.rmtree(path, ignore_errors=True)
     for path in (folder / CHECKPOINTS).glob(".*.tmp"):  # of a killed process, maybe on another machine
         if is_temporary(path.name) and _is_folder(path):

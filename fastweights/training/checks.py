@@ -31,7 +31,7 @@ def check_run(config: TrainConfig, student: Any, processes: int, sharded: bool) 
     """
     check_positions(config, student)
     for stage in config.recipe.stages:
-        _check_stage(config.model, stage, student)
+        _check_stage(config.model, config.recipe, stage, student)
         _check_processes(config.recipe, stage, processes)
     if config.recipe.lora:
         _check_lora(config.model, student, sharded)
@@ -45,13 +45,17 @@ def check_positions(config: TrainConfig, model: Any) -> None:
     check_length(model, longest, Argument("length"))
 
 
-def _check_stage(model: str, stage: Stage, student: Any) -> None:
+def _check_stage(model: str, recipe: Recipe, stage: Stage, student: Any) -> None:
     if stage.teaches_layers and not isinstance(student, FastWeightsMixin):
         raise TrainingError(f"{model} is not converted: transfer and fit teach fast-weight layers only")
     if stage.top_k > student.config.vocab_size:
         most = student.config.vocab_size
         raise TrainingError(f"{stage.loss}.top_k={stage.top_k}: {model} has {most} tokens only")
-    if stage.loss == "distill" and isinstance(student.get_output_embeddings(), AdaptiveSoftmax):
+    has_adaptive_softmax = isinstance(student.get_output_embeddings(), AdaptiveSoftmax)
+    if has_adaptive_softmax and recipe.cuda_graphs:
+        why = f"{model} has an adaptive softmax, whose tails have as many tokens as the text says"
+        raise TrainingError(Argument("cuda_graphs"), f" cannot be used: {why}; leave it out")
+    if stage.loss == "distill" and has_adaptive_softmax:
         for name, only in (("temperature", 1), ("top_k", 0)):
             if getattr(stage, name) != only:
                 what = f"{stage.loss}.{name}={getattr(stage, name):g}: {model} has an adaptive softmax"

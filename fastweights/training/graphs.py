@@ -25,7 +25,8 @@ def capture(run: Callable[[], None], pool: list[Any]) -> Callable[[], None]:
         pool: Memory that the graphs share: they never run at the same time. The first capture enters its own.
     """
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool[0] if pool else None):
+    # "thread_local": the thread that prepares the next rows may pin memory meanwhile, which "global" does not allow.
+    with torch.cuda.graph(graph, pool=pool[0] if pool else None, capture_error_mode="thread_local"):
         run()
     pool[:] = [graph.pool()]
     return graph.replay

@@ -1,9 +1,14 @@
-"""The log of a training run, log.jsonl: a JSON line for each step and for each validation."""
+"""The log of a training run, log.jsonl: a JSON line for each step and for each validation.
+
+Each line has a checksum of its other fields. A line in which a digit has changed is still JSON, and would otherwise
+give another loss.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import zlib
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,13 +18,24 @@ from fastweights.utils.files import write_text
 
 # As a rule, this much of a log's end holds a validation.
 TAIL_BYTES = 2**16
+# The field with a line's checksum. Logs of earlier versions do not have it.
+CHECKSUM = "crc32"
 # Fields that a line has, and their types.
 _STEP_LINE: dict[str, type] = {"step": int, "stage": int, "tokens": int, "loss": float}
 _VALIDATION_LINE: dict[str, type] = {"step": int, "stage": int, "validation_loss": float}
 
 
+def log_text(line: dict[str, Any]) -> str:
+    """A line as it is written to the log."""
+    return json.dumps(line | {CHECKSUM: _checksum(line)}) + "\n"
+
+
+def _checksum(line: dict[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(line).encode()):08x}"
+
+
 def read_log(folder: Path, until: int | None) -> tuple[list[dict[str, Any]], int]:
-    """Read the log up to step `until`, or nothing of it if that is None. A line that cannot be read is left out.
+    """Read the log up to step `until`, or nothing of it if that is None. A damaged line is left out.
 
     Returns:
         The lines, and the number of steps that have none.
@@ -41,6 +57,9 @@ def _parse_line(text: str) -> dict[str, Any] | None:
         return None
     if not isinstance(line, dict):
         return None
+    checksum = line.pop(CHECKSUM, None)
+    if checksum is not None and checksum != _checksum(line):
+        return None
     types = _VALIDATION_LINE if "validation_loss" in line else _STEP_LINE
     return line if all(type(line.get(name)) is kind for name, kind in types.items()) else None
 
@@ -48,7 +67,7 @@ def _parse_line(text: str) -> dict[str, Any] | None:
 def truncate_log(folder: Path, lines: list[dict[str, Any]]) -> None:
     """Replace the log by lines of it: the run writes those again that came after its checkpoint."""
     if (folder / LOG).is_file():
-        write_text(folder / LOG, "".join(json.dumps(line) + "\n" for line in lines))
+        write_text(folder / LOG, "".join(map(log_text, lines)))
 
 
 def last_logged(path: Path) -> dict[str, Any]:

@@ -57,7 +57,7 @@ from fastweights.tokenization import unknown_words
 from fastweights.training import checkpoint as saved
 from fastweights.training.checks import check_run, check_tracker
 from fastweights.training.graphs import GraphedBackward
-from fastweights.training.log import read_log, truncate_log
+from fastweights.training.log import log_text, read_log, truncate_log
 from fastweights.training.losses import Batch, StageLoss, next_token_loss, without_plain_positions
 from fastweights.training.micro_batch import micro_batch_size
 from fastweights.training.optimizer import (
@@ -146,6 +146,10 @@ class TrainConfig:
     memory_share: float = setting(1.0, "Share of the GPU's memory that this run may use.", gt=0, le=1)
 
     def __post_init__(self) -> None:
+        for name in ("model", "data", "teacher", "validation"):
+            value, is_optional = getattr(self, name), name in ("teacher", "validation")
+            if not (isinstance(value, str) or (is_optional and value is None)):
+                raise TrainingError(Argument(name), f" must be a string, found {value!r}")
         check_settings(self, TrainingError)
 
     def to_dict(self) -> dict[str, Any]:
@@ -217,7 +221,9 @@ def resume(
     folder = Path(folder)
     check_resumes(folder)
     try:
-        config = TrainConfig.from_dict(saved.read_run(folder))
+        values = saved.read_run(folder)
+        with error_context(f"{folder / saved.RUN}: ", plain=True):
+            config = TrainConfig.from_dict(values)
     except (KeyError, TypeError) as error:
         raise TrainingError(f"{folder / saved.RUN} is not of this version of fastweights: {error}") from error
     if memory_share is not None:
@@ -398,7 +404,7 @@ class Trainer:
             log, missing = read_log(folder, None if last is None else progress.step)
             truncate_log(folder, log)
             if last is not None:
-                saved.restore_links(folder, last, progress)
+                saved.return_to(folder, last, progress, self.display.print)
                 self.display.print(f"resuming from {last.relative_to(folder)}, step {progress.step}")
         if missing:
             self.display.print(f"{folder / saved.LOG} cannot be read at {missing} of {progress.step} steps")
@@ -890,7 +896,7 @@ class Trainer:
         if self.is_main:
             path = self.folder / saved.LOG
             with self._write_errors(path):
-                append_text(path, json.dumps(line) + "\n", sync)
+                append_text(path, log_text(line), sync)
         if self.config.report_to:
             self.accelerator.log({k: v for k, v in line.items() if isinstance(v, float)}, step=line["step"])
 

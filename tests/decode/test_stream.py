@@ -135,10 +135,12 @@ def test_stream_does_not_follow_the_autocast_of_its_caller() -> None:
         assert torch.is_autocast_enabled("cpu")
 
 
-def test_model_in_training_mode_streams_without_dropout() -> None:
-    model = converted("gpt2")
+@pytest.mark.parametrize("family", ["gpt2", "gpt2 by its forward", "adaptive_input"])
+def test_model_in_training_mode_streams_without_dropout(family: str) -> None:
+    model = converted(family.split()[0])
     engine, prompts = fw.Engine(model), prompts_of(5)
-    engine.batch.decoder = ForwardDecodeModel(model, 1)
+    if "forward" in family:
+        engine.batch.decoder = ForwardDecodeModel(model, 1)
     expected = engine.generate(prompts, 6)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):

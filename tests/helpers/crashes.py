@@ -19,7 +19,16 @@ from fastweights.training.trainer import Diverged, TrainConfig, Trainer, resume,
 from fastweights.utils.errors import FastWeightsError
 from fastweights.utils.progress import Display
 from helpers.disk import Image, RecordedDisk, failing_disk, write_image
-from helpers.training import FINETUNE, STEP, Files, assert_same_run, make_recipe, make_train_config, weights_of
+from helpers.training import (
+    FINETUNE,
+    STEP,
+    Files,
+    assert_same_run,
+    log_of,
+    make_recipe,
+    make_train_config,
+    weights_of,
+)
 
 
 def short_run(files: Files) -> TrainConfig:
@@ -167,7 +176,10 @@ def outcome_of_mutation(
     found = outcome(config, expected, root, 0)
     if found == "different" and file.name == checkpoint.LOG and _is_finished(root):
         ours, theirs = (weights_of(folder / "last") for folder in (root, expected))
-        if all(torch.equal(ours[name], theirs[name]) for name in theirs):
+        known = set(log_of(expected).splitlines())
+        if all(torch.equal(ours[name], theirs[name]) for name in theirs) and known.issuperset(
+            log_of(root).splitlines()
+        ):
             return "same weights, lines of the log lost"
     return found
 

@@ -2,7 +2,7 @@
 
 A mutation flips bits, cuts a file short, deletes or renames fields, changes types, nests deeply or writes huge numbers.
 Reading the file must give the same result as before, another valid value (where a file has no checksum, an edit
-cannot be told from the original), or one error that names the file.
+cannot be told from the original), or one error that names the file, in one line.
 """
 
 from __future__ import annotations
@@ -417,7 +417,7 @@ def outcome_of(
         return HANG, error
     except FastWeightsError as error:
         named = any(str(name) in str(error) for name in (kind.file, kind.file.parent))
-        return (REFUSED if named else UNNAMED), error
+        return (REFUSED if named and "\n" not in str(error) else UNNAMED), error
     except ValueError as error:  # of another library, or one that does not say what is wrong
         return UNNAMED, error
     except BaseException as error:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fastweights import FastWeightsConfig
 from fastweights.conversion import convert
+from fastweights.training.log import CHECKSUM
 from fastweights.training.recipe import Recipe
 from fastweights.training.trainer import TrainConfig, resume, train
 from fastweights.utils.progress import Display
@@ -147,8 +148,14 @@ def log_of(folder: Path) -> str:
     return (folder / "log.jsonl").read_text()
 
 
+def numbers_logged(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a log without their checksums."""
+    lines = [json.loads(line) for line in log_of(folder).splitlines()]
+    return [{name: value for name, value in line.items() if name != CHECKSUM} for line in lines]
+
+
 def losses_of(folder: Path) -> list[float]:
-    return [line["loss"] for line in map(json.loads, log_of(folder).splitlines()) if "loss" in line]
+    return [line["loss"] for line in numbers_logged(folder) if "loss" in line]
 
 
 def weights_of(folder: Path) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gzip
 import io
 import lzma
 import os
@@ -21,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fastweights as fw
 from fastweights.loading import load_tokenizer
+from fastweights.modeling import fairseq
 from fastweights.modeling.description import describe_source
 from fastweights.modeling.fairseq import dictionary_tokenizer, load_checkpoint
 from fastweights.utils.errors import CheckpointError
@@ -113,6 +115,7 @@ WRONG: dict[str, tuple[dict[str, torch.Tensor], str]] = {
     "final norm": (_changed("decoder.layer_norm.weight", torch.ones(16)), "does not have: decoder.layer_norm.weight"),
     "wrong shape": (_changed(FC2, torch.zeros(3, 4)), r"layers.1.fc2.weight is \[3, 4\], expected \[16, 24\]"),
     "untied though tied": (_changed(WORDS, torch.zeros(12, 8)), "are tied, and they differ"),
+    "one number repeated": (_changed(FC2, torch.zeros(1).expand(16, 2**40)), f"{FC2} has .* elements"),
     "translation": (_changed("encoder.layers.0.fc1.weight", torch.ones(1)), "has an encoder"),
     "one table": (_changed("decoder.embed_tokens.weight", torch.ones(1)), "only language models with adaptive input"),
 }
@@ -215,6 +218,22 @@ def test_wrong_dictionary_is_refused(text: str, message: str, tmp_path: Path) ->
     (tmp_path / "dict.txt").write_text(text)
     with pytest.raises(CheckpointError, match=message):
         dictionary_tokenizer(tmp_path / "dict.txt", 6)
+
+
+def test_damaged_dictionary_is_refused(tmp_path: Path) -> None:
+    content = bytearray(gzip.compress(b"a 1\nb 1\n" * 100))
+    content[12:20] = bytes(8)
+    (tmp_path / "dict.txt.gz").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"the dictionary .*dict\.txt\.gz cannot be read"):
+        dictionary_tokenizer(tmp_path / "dict.txt.gz", 6)
+
+
+def test_compressed_dictionary_beyond_the_limit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fairseq, "_LONGEST_DICTIONARY", 1000)
+    with gzip.open(tmp_path / "dict.txt.gz", "wt") as file:
+        file.write("a 1\n" * 300)
+    with pytest.raises(CheckpointError, match=r"dict\.txt\.gz is too large: more than 1,000 characters"):
+        dictionary_tokenizer(tmp_path / "dict.txt.gz", 6)
 
 
 # The command

@@ -19,10 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastweights.modeling.adaptive_input import AdaptiveInputForCausalLM, AdaptiveSoftmax
 from fastweights.training import chunked_loss
+from fastweights.training.checks import check_run
 from fastweights.training.chunked_loss import LossConfig, head_loss
 from fastweights.training.losses import next_token_loss
+from fastweights.training.recipe import Recipe
 from fastweights.training.run_folder import TrainingError
-from fastweights.training.trainer import train
+from fastweights.training.trainer import TrainConfig, train
 from fastweights.utils.progress import Display
 
 N, V, D = 37, 61, 32
@@ -116,6 +118,14 @@ def test_no_tensor_is_as_wide_as_the_vocabulary_in_training() -> None:
     assert seen.size == 250
     assert model(ids, labels=ids).logits is None and model.eval()(ids, labels=ids).logits.shape[-1] == 500
     assert_close("loss", loss, next_token_loss(model, batch) / 16, 1e-5)
+
+
+def test_cuda_graphs_are_refused(tmp_path: Path) -> None:
+    model = AdaptiveInputForCausalLM(config_of("adaptive_input"))
+    recipe = Recipe.from_dict({"stages": [{"loss": "finetune"}], "cuda_graphs": True})
+    config = TrainConfig("model", "text.txt", recipe)
+    with pytest.raises(TrainingError, match=r"cuda_graphs cannot be used: model has an adaptive softmax"):
+        check_run(config, model, processes=1, sharded=False)
 
 
 def test_chain_of_stages_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.training import resume_in, write_text
+from helpers.training import numbers_logged, resume_in, write_text
 from safetensors.torch import load_file
 
 from fastweights.training import checkpoint
@@ -31,10 +31,6 @@ def old_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def numbers(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-
-
 def test_checkpoint_of_earlier_version_resumes_with_its_optimizer_state(
     old_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -51,5 +47,5 @@ def test_checkpoint_of_earlier_version_resumes_with_its_optimizer_state(
     assert restored.keys() == expected.keys()
     assert all(torch.equal(restored[name], expected[name]) for name in expected)
     # not to the last bit: it was written on another machine
-    for found, logged in zip(numbers(old_run), numbers(OLD), strict=True):
+    for found, logged in zip(numbers_logged(old_run), numbers_logged(OLD), strict=True):
         assert found == pytest.approx(logged, rel=1e-4)

@@ -33,6 +33,7 @@ from helpers.training import (
     losses_of,
     make_recipe,
     make_train_config,
+    numbers_logged,
     resume_in,
     save_base,
     save_converted,
@@ -209,9 +210,7 @@ def test_two_processes_match_one_process(files: Files, alone: Path, tmp_path: Pa
     programs = two_programs(tmp_path / "outputs", *command(files, tmp_path / "run", ALL_LOSSES, *how))
     assert [program.wait() for program in programs] == [0, 0], programs[0].output
     assert "Warning" not in programs[0].output + programs[1].output
-    found, expected = (
-        [json.loads(line) for line in log_of(folder).splitlines()] for folder in (tmp_path / "run", alone)
-    )
+    found, expected = numbers_logged(tmp_path / "run"), numbers_logged(alone)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
     assert json.loads((tmp_path / "run" / "result.json").read_text())["processes"] == 2

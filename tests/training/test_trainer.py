@@ -35,6 +35,7 @@ from helpers.training import (
     losses_of,
     make_recipe,
     make_train_config,
+    numbers_logged,
     resume_in,
     save_base,
     save_converted,
@@ -87,10 +88,6 @@ def peak(files: Files) -> Path:
     return files.folder / "peak"
 
 
-def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in log_of(folder).splitlines()]
-
-
 def assert_same_losses(found: Path, expected: Path, tolerance: float) -> None:
     assert losses_of(found) == pytest.approx(losses_of(expected), rel=tolerance)
 
@@ -100,7 +97,7 @@ def test_finished_run_has_checkpoints_log_and_result(files: Files, chain: Path) 
     assert sorted(os.listdir(chain)) == expected
     assert_only_retained_checkpoints(chain)
     result = json.loads((chain / "result.json").read_text())
-    steps = [line for line in lines(chain) if "loss" in line]
+    steps = [line for line in numbers_logged(chain) if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, 13))
     assert [line["stage"] for line in steps] == [0] * 6 + [1] * 6
     assert [line["tokens"] for line in steps] == [STEP * n for n in range(1, 13)]
@@ -114,7 +111,7 @@ def test_finished_run_has_checkpoints_log_and_result(files: Files, chain: Path) 
 def test_validation_at_start_at_intervals_and_at_stage_ends(chain: Path) -> None:
     result = json.loads((chain / "result.json").read_text())
     assert [found["step"] for found in result["validation"]] == [0, 4, 6, 10, 12]
-    logged = [line["validation_loss"] for line in lines(chain) if "validation_loss" in line]
+    logged = [line["validation_loss"] for line in numbers_logged(chain) if "validation_loss" in line]
     assert logged == [found["loss"] for found in result["validation"]]
     assert result["last"] == result["validation"][-1]
 
@@ -405,7 +402,10 @@ def test_recall_and_window_dropout_do_not_depend_on_micro_batches_or_gradient_ch
 ) -> None:
     train_in(tmp_path / "run", make_train_config(windowed, recall_recipe(**settings)))
     assert_same_losses(tmp_path / "run", recalling, 1e-5)
-    norms = [[line["gradient_norm"] for line in lines(run) if "loss" in line] for run in (tmp_path / "run", recalling)]
+    norms = [
+        [line["gradient_norm"] for line in numbers_logged(run) if "loss" in line]
+        for run in (tmp_path / "run", recalling)
+    ]
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 
 
@@ -415,7 +415,10 @@ def test_recall_and_window_dropout_change_the_losses_but_not_the_validation_befo
 ) -> None:
     train_in(tmp_path / "run", make_train_config(windowed, recall_recipe(tuple(s | {name: 0} for s in RECALL))))
     assert losses_of(tmp_path / "run") != losses_of(recalling)
-    assert lines(tmp_path / "run")[0] == lines(recalling)[0] and "validation_loss" in lines(recalling)[0]
+    assert (
+        numbers_logged(tmp_path / "run")[0] == numbers_logged(recalling)[0]
+        and "validation_loss" in numbers_logged(recalling)[0]
+    )
 
 
 def test_window_dropout_of_1_trains_states_alone(windowed: Files, recalling: Path, tmp_path: Path) -> None:
@@ -622,7 +625,7 @@ def test_tracker_receives_the_log(files: Files, chain: Path, tmp_path: Path, mon
     train_in(tmp_path / "run", task)
     assert calls[:2] == [("project", "fastweights"), ("recipe", task.recipe.to_dict())] and calls[-1][0] == "finish"
     logged = [what for kind, what in calls if kind == "log"]
-    assert [step for step, _ in logged] == [line["step"] for line in lines(chain)]
+    assert [step for step, _ in logged] == [line["step"] for line in numbers_logged(chain)]
     assert [values["loss"] for _, values in logged if "loss" in values] == losses_of(chain)
     calls.clear()
     crash_after(tmp_path / "crashed", task, 2)

@@ -16,8 +16,10 @@ import pytest
 from helpers.cli import run
 from helpers.training import (
     FINETUNE,
+    PEAK,
     STEP,
     Crash,
+    CrashingDisplay,
     Files,
     assert_same_run,
     crash_after,
@@ -33,6 +35,7 @@ from helpers.training import (
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
+from fastweights.loading import load
 from fastweights.training.checkpoint import damage_of
 from fastweights.training.log import read_log
 from fastweights.training.trainer import TrainConfig, TrainingError, resume
@@ -147,6 +150,44 @@ def test_link_to_an_older_checkpoint_does_not_discard_the_newest(folder: Path, w
     (folder / "last").symlink_to("checkpoints/0-0000002")
     assert "resuming from checkpoints/0-0000004, step 4" in resume_with_output(folder)
     assert_same_run(folder, whole)
+
+
+def test_later_damaged_checkpoint_does_not_take_the_place_of_a_whole_one(folder: Path, whole: Path) -> None:
+    flip_bit(folder / "checkpoints" / "0-0000004" / "model.safetensors")
+    with pytest.raises(Crash):
+        resume(folder, display=CrashingDisplay(1))
+    assert sorted(os.listdir(folder / "checkpoints")) == ["0-0000000", "0-0000002", "0-0000004.damaged"]
+    resume_in(folder)
+    assert_same_run(folder, whole)
+    assert sorted(os.listdir(folder / "checkpoints")) == sorted(os.listdir(whole / "checkpoints"))
+
+
+@pytest.fixture(scope="module")
+def peaked(files: Files) -> Path:
+    """A run that crashed in its second stage. Its best checkpoint is an earlier one."""
+    folder = files.folder / "peaked"
+    crash_after(folder, make_train_config(files, make_recipe(PEAK)), 9)
+    assert (folder / "best").resolve() != (folder / "last").resolve()
+    return folder
+
+
+def test_damaged_best_checkpoint_is_not_loaded_and_announced_by_a_resume(peaked: Path, tmp_path: Path) -> None:
+    run_folder = Path(shutil.copytree(peaked, tmp_path / "run", symlinks=True))
+    load(run_folder)
+    best = (run_folder / "best").resolve()
+    flip_bit(best / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"best is damaged: the checksum of model\.safetensors is wrong"):
+        load(run_folder)
+    load(run_folder / "last")
+    assert "the best checkpoint, that of step 4, is damaged: the checksum of" in resume_with_output(run_folder)
+
+
+def test_lost_best_checkpoint_is_not_replaced_by_the_last_one_silently(peaked: Path, tmp_path: Path) -> None:
+    run_folder = Path(shutil.copytree(peaked, tmp_path / "run", symlinks=True))
+    shutil.rmtree((run_folder / "best").resolve())
+    with pytest.raises(CheckpointError, match=r"best is not there: restore it, or give the last checkpoint"):
+        load(run_folder)
+    assert "the best checkpoint, that of step 4, is damaged: it is not there" in resume_with_output(run_folder)
 
 
 # What a run with checkpoints never has in its progress.json, although its checksum is right.
@@ -305,6 +346,33 @@ def test_damaged_log_lines_cost_only_these_lines(folder: Path, whole: Path) -> N
     assert f"{log} cannot be read at 1 of 4 steps" in resume_with_output(folder)
     expected = log_of(whole).splitlines(keepends=True)
     assert log_of(folder) == "".join(expected[:2] + expected[3:])
+
+
+def test_changed_digit_in_the_log_costs_its_line(folder: Path, whole: Path) -> None:
+    lines = log_of(folder).splitlines(keepends=True)
+    before = json.loads(lines[2])["loss"]
+    lines[2] = lines[2].replace(repr(before), repr(before + 1))
+    (folder / "log.jsonl").write_text("".join(lines))
+    assert "log.jsonl cannot be read at 1 of 4 steps" in resume_with_output(folder)
+    expected = log_of(whole).splitlines(keepends=True)
+    assert log_of(folder) == "".join(expected[:2] + expected[3:])
+
+
+def test_log_without_checksums_is_still_read(folder: Path) -> None:
+    lines = [json.loads(line) for line in log_of(folder).splitlines()]
+    text = "".join(json.dumps({k: v for k, v in line.items() if k != "crc32"}) + "\n" for line in lines)
+    (folder / "log.jsonl").write_text(text)
+    found, missing = read_log(folder, 4)
+    assert missing == 0 and [line["step"] for line in found] == [line["step"] for line in lines if line["step"] <= 4]
+
+
+@pytest.mark.parametrize("field", ["model", "data", "teacher", "validation"])
+def test_path_of_a_wrong_type_in_run_json_is_one_line(folder: Path, field: str) -> None:
+    values = json.loads((folder / "run.json").read_text()) | {field: 5}
+    (folder / "run.json").write_text(json.dumps(values))
+    result = run("train", "--resume", folder)
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1, (result.output, result.exception)
+    assert f"run.json: {field} must be a string, found 5" in result.stderr
 
 
 def test_edited_recipe_is_refused(folder: Path) -> None:

@@ -47,6 +47,13 @@ def save_folder(root: Path, m: int) -> None:
     save(model(m), root / SAVED, tokenizer(), overwrite=True)
 
 
+def save_pretrained(root: Path) -> None:
+    try:
+        model(4).save_pretrained(root / SAVED)
+    except OSError as error:  # as in transformers
+        raise FastWeightsError(str(error)) from error
+
+
 def convert_folder(root: Path) -> None:
     result = run("convert", root.parents[1] / "base", "-o", root / SAVED, "--overwrite", "--m", 4)
     if result.exit_code:
@@ -67,6 +74,7 @@ CASES = {
     "replaced state": Case(lambda root: save_state(root, 5), lambda root: save_state(root, 9), read_state),
     "new model folder": Case(nothing, lambda root: save_folder(root, 4), read_folder),
     "replaced model folder": Case(lambda root: save_folder(root, 8), lambda root: save_folder(root, 4), read_folder),
+    "save_pretrained into a new folder": Case(nothing, save_pretrained, read_folder),
     "convert": Case(lambda root: save_folder(root, 8), convert_folder, read_folder),
 }
 

@@ -21,6 +21,8 @@ from fastweights.decode.engine import Engine
 from fastweights.decode.generation import generate_sequence
 from fastweights.loading import load
 from fastweights.modeling.cache import FastWeightsCache, StateError
+from fastweights.modeling.description import describe_source
+from fastweights.modeling.source_files import check_source
 from fastweights.utils.errors import CheckpointError
 from fastweights.utils.parsing import ParseError, parse_json, parse_yaml
 
@@ -140,6 +142,15 @@ def test_config_that_asks_for_more_than_the_files_hold_is_refused(tmp_path: Path
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=r"config\.json"):
         load(folder)
+
+
+@pytest.mark.parametrize("shard", ["../model.safetensors", "/tmp/model.safetensors", "a/model.safetensors", 5])
+def test_index_that_names_files_of_other_folders_is_refused(tmp_path: Path, shard: Any) -> None:
+    folder = save_model(tmp_path)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"wte.weight": shard}}))
+    for read in (load, describe_source, check_source):
+        with pytest.raises(CheckpointError, match=r"index\.json must name files of this folder"):
+            read(folder)
 
 
 # YAML and JSON

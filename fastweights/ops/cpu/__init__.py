@@ -11,6 +11,7 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -23,8 +24,8 @@ from fastweights.utils.files import atomic_file
 SOURCE = Path(__file__).with_name("decode.c")
 # Sums may be reordered where the source says so. Nothing else that -ffast-math allows, since NaN must stay NaN.
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-shared", "-fPIC")
-# The second is for compilers without OpenMP: steps then run in one thread.
-OPENMP_FLAGS = ("-fopenmp", "-Wno-unknown-pragmas")
+# The others are for compilers without OpenMP: steps then run in one thread, with the last one without its vectors, too.
+OPENMP_FLAGS = ("-fopenmp", "-fopenmp-simd", "-Wno-unknown-pragmas")
 COMPILERS = ("cc", "gcc", "clang")
 COMPILE_SECONDS = 120
 DTYPES = (torch.float32, torch.bfloat16)
@@ -48,11 +49,12 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 @functools.cache
-def _outcome() -> ctypes.CDLL | Unavailable:
+def _outcome() -> ctypes.CDLL | str:
+    """The compiled file, or the reason why there is none."""
     try:
         return _load()
-    except (Unavailable, OSError, subprocess.SubprocessError) as error:
-        return Unavailable(str(error))
+    except (Unavailable, OSError, ValueError, subprocess.SubprocessError) as error:
+        return str(error)
 
 
 def library() -> ctypes.CDLL:
@@ -62,8 +64,8 @@ def library() -> ctypes.CDLL:
         Unavailable: There is no compiler, or it fails.
     """
     outcome = _outcome()
-    if isinstance(outcome, Unavailable):
-        raise outcome
+    if isinstance(outcome, str):
+        raise Unavailable(outcome)
     return outcome
 
 
@@ -81,30 +83,32 @@ def _load() -> ctypes.CDLL:
     return loaded
 
 
-def _compiler() -> str:
-    names = (os.environ["CC"],) if os.environ.get("CC") else COMPILERS
-    for name in names:
+def _compiler() -> list[str]:
+    """The compiler and its first arguments: CC may be a command such as "ccache gcc"."""
+    commands = [shlex.split(os.environ["CC"])] if os.environ.get("CC", "").strip() else [[name] for name in COMPILERS]
+    for name, *arguments in commands:
         if found := shutil.which(name):
-            return found
-    raise Unavailable(f"there is no C compiler ({', '.join(names)})")
+            return [found, *arguments]
+    raise Unavailable(f"there is no C compiler ({', '.join(name for name, *_ in commands)})")
 
 
-def _compile(compiler: str, target: Path) -> None:
+def _compile(compiler: list[str], target: Path) -> None:
     for openmp in OPENMP_FLAGS:
-        command = [compiler, *FLAGS, openmp, "-o", str(target), str(SOURCE), "-lm"]
+        command = [*compiler, *FLAGS, openmp, "-o", str(target), str(SOURCE), "-lm"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)
         if done.returncode == 0:
             return
     line = next(iter(done.stderr.splitlines()), f"exit status {done.returncode}")
-    raise Unavailable(f"{compiler} cannot compile {SOURCE.name}: {line}")
+    raise Unavailable(f"{' '.join(compiler)} cannot compile {SOURCE.name}: {line}")
 
 
 def _folder() -> Path:
     """A folder of the user's that nobody else can write to: what is in it is run."""
     cache = os.environ.get("XDG_CACHE_HOME")
-    folder = (Path(cache) if cache else Path.home() / ".cache") / "fastweights"
+    folder = (Path(cache) if cache else Path.home() / ".cache") / "fastweights" / "compiled"
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
         if folder.stat().st_uid == os.getuid() and not folder.stat().st_mode & 0o022 and os.access(folder, os.W_OK):
             return folder
     except (OSError, RuntimeError):  # such as a home that does not exist
@@ -118,10 +122,11 @@ def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="fastweights-")
 
 
-def _fingerprint(compiler: str) -> str:
+def _fingerprint(compiler: list[str]) -> str:
     """What a compiled file depends on: source, flags, compiler, and the processor, whose instructions it uses."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=COMPILE_SECONDS, check=True).stdout
-    parts = [SOURCE.read_bytes(), repr(FLAGS + OPENMP_FLAGS).encode(), version, _processor().encode()]
+    version = subprocess.run([*compiler, "--version"], capture_output=True, timeout=COMPILE_SECONDS, check=True).stdout
+    command = repr((compiler, FLAGS, OPENMP_FLAGS))
+    parts = [SOURCE.read_bytes(), command.encode(), version, _processor().encode()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
 
 

@@ -43,12 +43,14 @@ def head_loss_kernel(
     label, i = tl.load(labels + row), tl.arange(0, BLOCK)
     none = float("-inf")
     top, total, hot_top, hot_total = none, 0.0, none, 0.0
-    teacher_top, teacher_total, difference = none, 0.0, 0.0
+    teacher_top, teacher_total, difference, target = none, 0.0, 0.0, 0.0
     for start in tl.range(0, size, BLOCK):
         at = start + i
         inside = at < size
         own = capped(tl.load(logits + at, inside, 0.0), softcap, HAS_SOFTCAP)
         top, total, decay = add_to_sum(top, total, tl.where(inside, own, none))
+        # Not loaded by its index after the loop: another warp may have written the gradient there by then.
+        target += tl.sum(tl.where(at == label, own, 0.0), 0)
         if HAS_TEACHER:
             own = own / temperature
             hot_top, hot_total, decay = add_to_sum(hot_top, hot_total, tl.where(inside, own, none))
@@ -60,7 +62,6 @@ def head_loss_kernel(
             difference = difference * decay + tl.sum(weighted, 0)
     log_sum = top + tl.log(total)
     counted = label != IGNORED
-    target = capped(tl.load(logits + tl.where(counted, label, 0)), softcap, HAS_SOFTCAP)
     value = cross_entropy * (log_sum - target)
     if HAS_TEACHER:
         hot_log_sum, teacher_log_sum = hot_top + tl.log(hot_total), teacher_top + tl.log(teacher_total)
