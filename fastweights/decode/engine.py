@@ -17,13 +17,8 @@ from torch import Tensor
 from fastweights.config import ConfigError, is_whole
 from fastweights.decode.batch import Batch, End, FinishReason, Generation, Token
 from fastweights.decode.device_sampler import GREEDY, Sampler, SamplerMode
-from fastweights.decode.model import (
-    DecodeModel,
-    ForwardDecodeModel,
-    UnsupportedModel,
-    check_weights,
-    make_decode_model,
-)
+from fastweights.decode.model import DecodeModel, ForwardDecodeModel, check_weights, make_decode_model
+from fastweights.decode.packing import UnsupportedModel
 from fastweights.decode.prefill import PREFILL_CHUNK
 from fastweights.decode.sampling import Sampling
 from fastweights.decode.text_decoder import TextDecoder

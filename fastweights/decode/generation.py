@@ -14,7 +14,7 @@ from transformers import LogitsProcessor, set_seed
 from fastweights.config import ConfigError
 from fastweights.decode.batch import GenerationError, nan_error
 from fastweights.decode.engine import Engine
-from fastweights.decode.model import UnsupportedModel
+from fastweights.decode.packing import UnsupportedModel
 from fastweights.decode.prefill import PREFILL_CHUNK, prefill
 from fastweights.decode.sampling import Sampling
 from fastweights.modeling.cache import FastWeightsCache

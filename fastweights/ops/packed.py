@@ -73,8 +73,8 @@ def _int8(weight: Tensor, bias: Tensor | None) -> Product:
     were rounded to int8 with one scale for all.
     """
     missing = -weight.shape[1] % INT8_BLOCK
-    numbers, scales = quantize(weight)
-    numbers = F.pad(numbers, (0, missing)).contiguous()
+    numbers, scales = quantize(weight, weight.shape[1])
+    numbers, scales = F.pad(numbers, (0, missing)).contiguous(), scales[:, 0]
 
     def product(x: Tensor) -> Tensor:
         narrow = x.to(torch.bfloat16)
@@ -84,10 +84,10 @@ def _int8(weight: Tensor, bias: Tensor | None) -> Product:
     return product
 
 
-def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight [N,K] as int8 [N,K] and scales [N] in bfloat16, in which the kernel takes them."""
-    wide = weight.float()
+def quantize(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """A weight [N,K] as whole numbers from -127 to 127, int8 [N,K], and scales [N,K/group] in bfloat16."""
+    groups = weight.float().unflatten(1, (-1, group))
     # The scale is rounded first, so that its own rounding is no error of the product.
-    scales = (wide.abs().amax(1) / LARGEST_INT8).clamp(min=torch.finfo(torch.float32).tiny).to(torch.bfloat16)
-    numbers = (wide / scales.float()[:, None]).round().clamp(-LARGEST_INT8, LARGEST_INT8)
-    return numbers.to(torch.int8), scales
+    scales = (groups.abs().amax(-1) / LARGEST_INT8).clamp(min=torch.finfo(torch.float32).tiny).to(torch.bfloat16)
+    numbers = (groups / scales.float()[..., None]).round().clamp(-LARGEST_INT8, LARGEST_INT8)
+    return numbers.to(torch.int8).flatten(1), scales

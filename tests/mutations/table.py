@@ -142,7 +142,7 @@ MUTATIONS = [
     ),
     Mutation(
         "shared queries and keys of the previous token",
-        "decode/model",
+        "decode/mixers",
         r"heads\.prepared = None\n\n",
         "heads.end = heads.end\n\n",
         (ENGINE,),

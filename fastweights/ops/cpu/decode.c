@@ -53,7 +53,7 @@ typedef struct {
 /* Queries, keys and values of a rule or of a window, and what rotates them. */
 typedef struct {
     const float *q, *k, *v;
-    const float *stay, *move; /* factors of RoPE [B,H+Hkv,r]; NULL: none */
+    const float *cos, *signed_sin; /* factors of RoPE [B,H+Hkv,r]; NULL: none */
     int64_t stride;           /* of q, k and v from one sequence to the next */
     int64_t heads, kv_heads, width, pairs;
 } Heads;
@@ -331,15 +331,15 @@ static void run_linear(const Linear *a, const Share *share) {
 
 static void rotate(const Heads *h, int64_t row, int64_t head, const float *x, float *y) {
     int64_t n = h->pairs, offset = (row * (h->heads + h->kv_heads) + head) * h->width;
-    if (!h->stay) {
+    if (!h->cos) {
         memcpy(y, x, h->width * sizeof *x);
         return;
     }
-    const float *stay = h->stay + offset, *move = h->move + offset;
+    const float *cos = h->cos + offset, *signed_sin = h->signed_sin + offset;
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) {
-        y[i] = x[i] * stay[i] + x[n + i] * move[i];
-        y[n + i] = x[n + i] * stay[n + i] + x[i] * move[n + i];
+        y[i] = x[i] * cos[i] + x[n + i] * signed_sin[i];
+        y[n + i] = x[n + i] * cos[n + i] + x[i] * signed_sin[n + i];
     }
     memcpy(y + 2 * n, x + 2 * n, (h->width - 2 * n) * sizeof *x);
 }

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastweights.ops.cpu import library
-from fastweights.ops.packed import BFLOAT16, INT8
+from fastweights.ops.packed import BFLOAT16, INT8, quantize
 from fastweights.rules.base import MIN_GATE_LOGIT
 from fastweights.rules.feature_maps import UNIT_EPSILON
 from fastweights.rules.normalizer import SMALLEST_DIVISOR
 
 # As in decode.c, and in this order.
-BLOCK, GROUP, TILE, LARGEST_INT8, SHIFT = 64, 32, 4, 127, 128
+BLOCK, GROUP, TILE, SHIFT = 64, 32, 4, 128
 OPERATIONS = ("linear", "mix")
 WEIGHTS = ("float32", BFLOAT16, INT8)
 NORMS = ("none", "rms", "layer")
@@ -47,7 +47,7 @@ _Linear = _structure(
 )
 _Heads = _structure(
     "_Heads",
-    ("q k v stay move", _POINTER),
+    ("q k v cos signed_sin", _POINTER),
     ("stride heads kv_heads width pairs", _NUMBER),
 )
 _Mix = _structure(
@@ -75,19 +75,11 @@ class StoredWeight:
         rows = torch.cat([F.pad(half, (0, -self.k % BLOCK, 0, -len(half) % TILE)) for half in halves])
         self.scales: Tensor | None = None
         if weights == INT8:
-            numbers, scales = quantize(rows)
+            numbers, scales = quantize(rows, GROUP)
+            numbers = (numbers.short() + SHIFT).to(torch.uint8)
             self.data, self.scales = _tiles(numbers), _tiles(scales, width=2)
         else:
             self.data = _tiles(rows.to(getattr(torch, weights)))
-
-
-def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight [N,K] as whole numbers from -127 to 127 plus 128, uint8 [N,K], and scales [N,K/32] in bfloat16."""
-    groups = weight.float().unflatten(1, (-1, GROUP))
-    # The scale is rounded first, so that its own rounding is no error of the product.
-    scales = (groups.abs().amax(-1) / LARGEST_INT8).clamp(min=torch.finfo(torch.float32).tiny).bfloat16()
-    numbers = (groups / scales.float()[..., None]).round().clamp(-LARGEST_INT8, LARGEST_INT8)
-    return (numbers + SHIFT).to(torch.uint8).flatten(1), scales
 
 
 def _tiles(x: Tensor, width: int = BLOCK) -> Tensor:
@@ -219,7 +211,8 @@ class Program:
         values = dict(q=self._address(q), k=self._address(k), v=self._address(v), stride=q.stride(0))
         values |= dict(heads=q.shape[1], kv_heads=k.shape[1], width=q.shape[2])
         if factors is not None:
-            values |= dict(stay=self._address(factors.stay), move=self._address(factors.move), pairs=factors.count)
+            values |= dict(cos=self._address(factors.cos), signed_sin=self._address(factors.signed_sin))
+            values["pairs"] = factors.count
         return _Heads(**values)
 
 
