@@ -72,7 +72,7 @@ def _damaged_files() -> Table:
     header = ["file", "same result", "other valid value", "refused by name", "bad", "bad before"]
     outcomes = ("same", "changed", "refused", "failures")
     rows = [
-        [kind["name"], *(f"{kind[outcome]:,}" for outcome in outcomes), f"{before[kind['name']]:,}"]
+        [kind["name"], *(f"{kind[outcome]:,}" for outcome in outcomes), str(before.get(kind["name"], "–"))]
         for kind in result["after"]["kinds"]
     ]
     return Table(header, rows, note="From trust_files.json.", name="damaged files")

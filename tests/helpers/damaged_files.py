@@ -38,9 +38,12 @@ from fastweights.results import read_result
 from fastweights.serve.snapshot import Snapshot, from_bytes, to_bytes
 from fastweights.training.recipe import load_recipe
 from fastweights.utils.errors import FastWeightsError
+from fastweights.utils.manifest import write_manifest
+from helpers import fairseq
 from helpers.cli import save_model, tokenizer
 from helpers.sample_results import COST, EVALUATION, RANKING, TRAINING
 from helpers.tiny import tokens
+from helpers.tiny_gguf import write_tiny_llama
 
 SECONDS = 5.0
 SAME, CHANGED, REFUSED, UNNAMED, TRACEBACK, HANG = "same", "changed", "refused", "unnamed", "traceback", "hang"
@@ -305,6 +308,7 @@ def file_kinds(folder: Path) -> dict[str, FileKind]:
         kinds[folder_kind] = FileKind(file, lambda parent=parent: _generated(parent), mutate_json)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         kinds[name] = FileKind(model / name, lambda: _encoded(model), mutate_json)
+    kinds |= _foreign_kinds(folder)
     kinds |= _token_kinds(folder / "tokens", folder)
     for name, content, read in (
         ("recipe", RECIPE, lambda path: load_recipe(path).to_dict()),
@@ -365,6 +369,30 @@ def _snapshot_kind(folder: Path, family: str, **settings: Any) -> FileKind:
         return (logits[0] if snapshot.logits is None else snapshot.logits).tolist(), following.tolist()
 
     return FileKind(file, read, mutate_state, has_checksum=True)
+
+
+def _foreign_kinds(folder: Path) -> dict[str, FileKind]:
+    """Models in the formats of other programs, and a model in a manifest's care."""
+    write_tiny_llama(folder / "tiny.gguf")
+    kinds = {
+        "GGUF": FileKind(folder / "tiny.gguf", lambda: _logits_and_description(folder / "tiny.gguf"), mutate_bytes)
+    }
+    parent = folder / "fairseq"
+    parent.mkdir()
+    checkpoint = fairseq.save(parent / "model.pt", fairseq.state_dict())
+    words = fairseq.dictionary(parent / "dict.txt")
+    kinds["fairseq checkpoint"] = FileKind(checkpoint, lambda: _logits_and_description(checkpoint), mutate_bytes)
+    kinds["fairseq dictionary"] = FileKind(words, lambda: _encoded(checkpoint), mutate_bytes)
+    pickled = save_model(folder / "pickled", m=4)
+    torch.save(load(pickled).state_dict(), pickled / "pytorch_model.bin")
+    (pickled / "model.safetensors").unlink()
+    file = pickled / "pytorch_model.bin"
+    kinds["pytorch_model.bin"] = FileKind(file, lambda: _logits_and_description(pickled), mutate_bytes)
+    listed = save_model(folder / "listed", m=4)
+    write_manifest(listed)
+    file = listed / "model.safetensors"
+    kinds["weights of a checkpoint"] = FileKind(file, lambda: _logits_and_description(listed), mutate_tensors, True)
+    return kinds
 
 
 def _logits_and_description(folder: Path) -> Any:

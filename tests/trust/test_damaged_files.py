@@ -36,6 +36,7 @@ KINDS = [
         "model.safetensors",
         "generation_config.json",
     ),
+    *("GGUF", "fairseq checkpoint", "fairseq dictionary", "pytorch_model.bin", "weights of a checkpoint"),
     *(
         "base generation_config.json",
         "tokenizer.json",
