@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fastweights.config import ConfigError
 from fastweights.conversion import drop_gguf_quantizer
-from fastweights.model_paths import FAIRSEQ, TRAINING, dictionary_beside, locate, new_model_folder
+from fastweights.model_paths import FAIRSEQ, damage_of_model, dictionary_beside, locate, new_model_folder
 from fastweights.modeling import fairseq
 from fastweights.modeling.classes import check_tensors, keep_softcap
 from fastweights.modeling.source_files import (
@@ -24,7 +24,6 @@ from fastweights.modeling.source_files import (
 from fastweights.tokenization import set_special_tokens
 from fastweights.utils.errors import Argument, CheckpointError
 from fastweights.utils.gguf import read_metadata
-from fastweights.utils.manifest import MANIFEST, find_damage
 
 # BPE vocabularies (`tokenizer.ggml.pre`) whose texts start with bos, unless a GGUF file says otherwise. llama.cpp has
 # the same list.
@@ -156,14 +155,14 @@ def _load(kind: Any, source: str | os.PathLike, **kwargs: Any) -> Any:
         else:
             check_config(folder, **kwargs)
             if kind is AutoModelForCausalLM:
-                _check_manifest(Path(folder))
+                _check_undamaged(Path(folder))
                 check_weight_sizes(folder)
         return kind.from_pretrained(folder, **kwargs | WITHOUT_CODE)
 
 
-def _check_manifest(folder: Path) -> None:
+def _check_undamaged(folder: Path) -> None:
     """Refuse a damaged checkpoint of a training run. Other folders have no checksums."""
-    damage = find_damage(folder, without=(TRAINING,)) if (folder / MANIFEST).is_file() else None
+    damage = damage_of_model(folder)
     if damage is not None:
         raise CheckpointError(f"{folder} is damaged: {damage}; restore it, or use another checkpoint of the run")
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from fastweights.utils.errors import Argument, CheckpointError
 from fastweights.utils.files import atomic_folder
+from fastweights.utils.manifest import MANIFEST, find_damage
 from fastweights.utils.parsing import ParseError, read_json
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
@@ -88,6 +89,11 @@ def _has_best(checkpoint: Path) -> bool:
     except (OSError, ParseError):
         return False
     return isinstance(progress, dict) and progress.get("best") is not None
+
+
+def damage_of_model(folder: Path) -> str | None:
+    """What is wrong with the model in a training run's checkpoint; None where nothing is, or without checksums."""
+    return find_damage(folder, without=(TRAINING,)) if (folder / MANIFEST).is_file() else None
 
 
 def display_name(source: str | os.PathLike) -> str:

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from fastweights.model_paths import BEST, LAST, PROGRESS, TRAINING
+from fastweights.model_paths import BEST, LAST, PROGRESS, TRAINING, damage_of_model
 from fastweights.model_paths import RUN as RUN
 from fastweights.results import BaseModel, ValidationPoint, parse_fields, plain
 from fastweights.training.recipe import Recipe
@@ -345,7 +345,8 @@ def return_to(folder: Path, checkpoint: Path, progress: Progress, announce: Call
         folder: The run's folder.
         checkpoint: The one that the run resumes from.
         progress: That of the checkpoint.
-        announce: Gets a line if the best checkpoint is damaged or gone. The run can go on without it.
+        announce: Gets a line for each checkpoint that is renamed, and one if the best checkpoint is damaged or gone.
+            The run can go on without it.
     """
     if checkpoint.parent.name != CHECKPOINTS:  # a copy without links, which is complete
         return
@@ -356,20 +357,16 @@ def return_to(folder: Path, checkpoint: Path, progress: Progress, announce: Call
             aside = path.with_name(f"{path.name}{DAMAGED}")
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
+            announce(f"{path} is renamed to {aside.name} until the run has written it again")
     if progress.best is None:
         return
     best = _checkpoint_of_step(folder, progress.best.step)
     if best is not None and linked(folder, BEST) != best.resolve():
         link(folder, BEST, best)
-    damage = "it is not there" if best is None else _damage_of_model(best)
+    damage = "it is not there" if best is None else damage_of_model(best)
     if damage is not None:
         lost = f"the best checkpoint, that of step {progress.best.step}, is damaged: {damage}"
         announce(f"{lost}; the run goes on, and its best model is lost unless a later one is better")
-
-
-def _damage_of_model(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint's model; None where nothing is, or where no checksums are known."""
-    return find_damage(checkpoint, without=(TRAINING,)) if (checkpoint / MANIFEST).is_file() else None
 
 
 def _checkpoint_of_step(folder: Path, step: int) -> Path | None:

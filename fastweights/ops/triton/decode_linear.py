@@ -194,9 +194,9 @@ def linear_kernel(
         if RESIDUAL:
             residual_tile = tl.load(residual + at_out, inside_out, 0.0)
         acc = tl.zeros([ROWS, WIDE], tl.float32)
-        # The tensor cores read a tile of x from shared memory while the loop continues. Triton keeps one more buffer
-        # for a tile that only they read. If it were read in any other way too, the next load could overwrite what they
-        # are still reading. So a norm's sums are products as well: squares are the diagonal of x x^T, sums are x times
+        # The tensor cores read a tile of x from shared memory while the loop continues. A tile that only they read has
+        # one more buffer in Triton. If it were read in any other way too, the next load could overwrite what they are
+        # still reading. So a norm's sums are products as well: squares are the diagonal of x x^T, sums are x times
         # ones.
         TENSOR: tl.constexpr = PRECISION != "ieee"
         SUMS: tl.constexpr = NORM if NORM_PARTS == 0 else "none"
