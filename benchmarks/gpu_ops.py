@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ BIASES = (-4.0, 0.0, 2.0, 6.0)
 TIMED_BIAS = 2.0
 TIMED_OPS = [("decay", 32), ("decay", 4), ("decay", 16), ("decay", 64), ("add", 32), ("gated", 32), ("delta", 32)]
 TIMED_OPS += [("delta", 64), ("gated_delta", 32), ("gated_delta", 64)]
+PRECISE_OPS = [("decay", 32), ("delta", 64), ("gated_delta", 64)]
 PROFILED_RUNS = 5
 PROFILED_ROWS = 12
 
@@ -151,15 +153,15 @@ def check(rule: str, shape: Shape, cases: list[dict[str, Any]], settings: Settin
 
 
 def precision(settings: Settings) -> Iterator[dict[str, Any]]:
-    """Decay, m = 32: every shape, bias and dtype against the float64 loop."""
-    result: dict[str, Any] = {"rule": "decay", "compared": {}, "cases": []}
-    for shape in shapes(settings):
-        cases: list[dict[str, Any]] = [
-            {"shape": str(shape), "m": 32, "bias": bias, "dtype": dtype} for bias in BIASES for dtype in LIMITS
-        ]
-        check("decay", shape, cases, settings)
+    """Each rule: every shape, bias and dtype against the float64 loop."""
+    result: dict[str, Any] = {"compared": {}, "cases": []}
+    for (rule, m), shape in product(PRECISE_OPS, shapes(settings)):
+        for dtype in LIMITS:  # one at a time, for the memory that the loop's steps take
+            case = {"shape": str(shape), "rule": rule, "m": m, "dtype": dtype}
+            cases: list[dict[str, Any]] = [case | {"bias": bias} for bias in BIASES]
+            check(rule, shape, cases, settings)
+            result["cases"] += cases
         result["compared"][str(shape)] = f"{shape.rows} rows x {shape.heads} heads, all tokens"
-        result["cases"] += cases
         yield result
 
 

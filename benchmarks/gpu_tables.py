@@ -73,10 +73,13 @@ def _kernel_targets(part: dict[str, Any]) -> Targets:
 
 
 def _fla_targets(part: dict[str, Any]) -> Targets:
-    ours = {row["shape"]: row.get(TIMES[1]) for row in part.get("ops", []) if row["rule"] == "gated_delta"}
+    ours = {row["shape"]: row for row in part.get("ops", []) if row["rule"] == "gated_delta"}
     kda = [row for row in part.get("peers", []) if row["peer"] == "fla chunk_kda"]
-    ratios = [_ratio(row.get(TIMES[1]), ours.get(row["shape"])) for row in kda]
-    return {"gated_delta, m 64: fla chunk_kda's forward+backward over ours": (_worst(ratios), ">=", 2)}
+    found: Targets = {}
+    for key in (TIMES[1], GRAPH_TIMES[1]):
+        ratios = [_ratio(row.get(key), ours.get(row["shape"], {}).get(key)) for row in kda]
+        found[f"gated_delta, m 64: fla chunk_kda's {key} over ours"] = (_least(ratios), ">=", 2)
+    return found
 
 
 def _of(part: dict[str, Any], rule: str, m: int) -> Rows:
@@ -109,8 +112,14 @@ def _worst(values: Iterable[float | None]) -> float | None:
     return None if not listed or None in listed else max(value for value in listed if value is not None)
 
 
-def _ratio(a: float | None, b: float | None) -> float | None:
-    return None if a is None or b is None else a / b
+def _least(values: Iterable[float | None]) -> float | None:
+    listed = list(values)
+    return None if not listed or None in listed else min(value for value in listed if value is not None)
+
+
+def _ratio(a: Any, b: Any) -> float | None:
+    """a / b of two times. None if one is missing or failed, which left a dictionary with the error."""
+    return a / b if isinstance(a, float) and isinstance(b, float) else None
 
 
 def _reached(value: float | None, sign: str, limit: float) -> bool:
@@ -142,11 +151,14 @@ def show_targets(result: dict[str, Any]) -> None:
 
 
 def _precision(part: dict[str, Any]) -> list[Any]:
-    cases = part["cases"]
-    names = list(next((case["errors"] for case in cases if "errors" in case), {}))
-    rows = [case | case.get("errors", {}) for case in cases]
-    title = "relative error of decay, m 32, against the float64 loop"
-    return [_columns(title, ["shape", "bias", "dtype", *names, "limit"], rows)]
+    tables = []
+    for rule, m in dict.fromkeys((case["rule"], case["m"]) for case in part["cases"]):
+        cases = [case for case in part["cases"] if case["rule"] == rule]
+        names = list(next((case["errors"] for case in cases if "errors" in case), {}))
+        rows = [case | case.get("errors", {}) for case in cases]
+        title = f"relative error of {rule}, m {m}, against the float64 loop"
+        tables.append(_columns(title, ["shape", "bias", "dtype", *names, "limit"], rows))
+    return tables
 
 
 def _kernels(part: dict[str, Any]) -> list[Any]:
@@ -167,7 +179,9 @@ def _operations(part: dict[str, Any]) -> list[Any]:
     ops = [row | {"worst error": max(row["errors"].values()) if "errors" in row else None} for row in part["ops"]]
     return [
         _columns("operations, bfloat16", ["shape", "rule", "m", "worst error", *TIMES, *GRAPH_TIMES], ops),
-        _columns("peers, bfloat16", ["shape", "peer", "m", "error of y", *TIMES], part["peers"]),
+        _columns(
+            "peers, bfloat16", ["shape", "peer", "m", "first seconds", "error of y", *TIMES, *GRAPH_TIMES], part["peers"]
+        ),
     ]
 
 

@@ -19,6 +19,8 @@ from measure import (
     Settings,
     first_line,
     freed,
+    graph_ms,
+    guarded,
     median_ms,
     milliseconds,
     peak_extra_mib,
@@ -100,11 +102,15 @@ def _measure(name: str, m: int | None, shape: Shape, settings: Settings) -> dict
     }
     if found["error of y"] > LIMIT:
         return found
-    return found | {
+    found |= {
         "forward ms": median_ms(forward, settings.device),
         "forward+backward ms": median_ms(forward_backward, settings.device),
         "peak extra MiB": peak_extra_mib(forward_backward, settings.device),
     }
+    if settings.on_gpu:
+        found["graph forward ms"] = guarded(lambda: graph_ms(forward))
+        found["graph forward+backward ms"] = guarded(lambda: graph_ms(forward_backward))
+    return found
 
 
 Made = tuple[list[Tensor], Callable[..., Tensor], Callable[[Tensor], float]]
