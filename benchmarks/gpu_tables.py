@@ -176,12 +176,11 @@ def _kernels(part: dict[str, Any]) -> list[Any]:
 
 
 def _operations(part: dict[str, Any]) -> list[Any]:
+    of_peers = ["shape", "peer", "m", "first seconds", "error of y"]
     ops = [row | {"worst error": max(row["errors"].values()) if "errors" in row else None} for row in part["ops"]]
     return [
         _columns("operations, bfloat16", ["shape", "rule", "m", "worst error", *TIMES, *GRAPH_TIMES], ops),
-        _columns(
-            "peers, bfloat16", ["shape", "peer", "m", "first seconds", "error of y", *TIMES, *GRAPH_TIMES], part["peers"]
-        ),
+        _columns("peers, bfloat16", [*of_peers, *TIMES, *GRAPH_TIMES], part["peers"]),
     ]
 
 
