@@ -125,9 +125,11 @@ class Plan:
         if not self.solved:
             return [((self.sequences, self.tiles, d, m), self.stored)]
         chunks, bm, wide = self.sequences * self.tiles, self.blocks.bm, self.slices * self.blocks.bd
-        widths = [bm, wide, bm, bm, CHUNK, CHUNK]
-        tokens = [((chunks, CHUNK, width), self.stored) for width in widths]
-        return [*tokens, ((chunks, bm), torch.float32), ((chunks, bm, wide), self.stored)]
+        stored, exact = self.stored, torch.float32
+        # u and k_end go into the state, and their rounding stays there for as long as the gates are open.
+        tokens = [(bm, stored), (wide, exact), (bm, exact), (bm, stored), (CHUNK, stored), (CHUNK, stored)]
+        by_token = [((chunks, CHUNK, width), dtype) for width, dtype in tokens]
+        return [*by_token, ((chunks, bm), exact), ((chunks, bm, wide), stored)]
 
 
 plan_for = functools.lru_cache(maxsize=1024)(Plan)
