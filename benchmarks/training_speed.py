@@ -1,6 +1,6 @@
 """Training speed on a GPU: fastweights train against Hugging Face's Trainer, and several runs at a time.
 
-    python benchmarks/training_speed.py [--model SmolLM2.gguf] [--only distill transfer …] [-o FILE]
+    python benchmarks/training_speed.py [--model SmolLM2.gguf] [--pieces distill transfer …] [-o FILE]
 
 Each piece runs what `fastweights train` runs, on random tokens in documents of random lengths, and takes the time
 between the steps that its display shows. Some further steps are profiled: which kernels take the most time, and for
@@ -347,7 +347,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="The base: a GGUF file or a folder.")
     parser.add_argument("--work", type=Path, help="Folder for the models; by default a temporary one.")
-    parser.add_argument("--only", nargs="+", help="Pieces to measure; by default all.")
+    # Not --only: torch.compile takes the word after it for a model's name, and the apostrophe in one of these names ends
+    # a string in the code that it writes.
+    parser.add_argument("--pieces", nargs="+", help="Pieces to measure; by default all.")
     parser.add_argument("--rows", type=int, default=64, help="Sequences of a step.")
     parser.add_argument("--steps", type=int, default=40, help="Steps to take the time of.")
     parser.add_argument("--compile", choices=("yes", "no"), default="yes", help="Whether blocks are compiled.")
@@ -380,7 +382,7 @@ def main() -> None:
         found = json.loads(options.output.read_text()) if options.output.is_file() else {}
         measured: dict[str, Any] = found.get("measured", {})
         known = pieces(options, setting)
-        for name in options.only or known:
+        for name in options.pieces or known:
             measured[name] = known[name]()
             settings = dict(vars(setting), model=options.model or "random weights", tiny=options.tiny)
             tokens = setting.rows * setting.length * setting.steps  # of each piece, while the time is taken

@@ -126,8 +126,8 @@ class Plan:
             return [((self.sequences, self.tiles, d, m), self.stored)]
         chunks, bm, wide = self.sequences * self.tiles, self.blocks.bm, self.slices * self.blocks.bd
         stored, exact = self.stored, torch.float32
-        # u and k_end go into the state, and their rounding stays there for as long as the gates are open.
-        tokens = [(bm, stored), (wide, exact), (bm, exact), (bm, stored), (CHUNK, stored), (CHUNK, stored)]
+        # u goes into the state, and its rounding stays there for as long as the gates are open.
+        tokens = [(bm, stored), (wide, exact), (bm, stored), (bm, stored), (CHUNK, stored), (CHUNK, stored)]
         by_token = [((chunks, CHUNK, width), dtype) for width, dtype in tokens]
         return [*by_token, ((chunks, bm), exact), ((chunks, bm, wide), stored)]
 

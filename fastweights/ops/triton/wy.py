@@ -24,9 +24,10 @@ they are computed on LEVELS, each with its own reference point, relative to whic
 Precision: the rule takes differences of values and what the state returns for their keys, so all products have
 float32 operands (tf32, or three-way split tf32), whatever the dtype of the inputs. STORED is the dtype of what kernels
 leave for each other: bfloat16 if the inputs are and BM is above 16. A state of few columns loses most of what it stores
-to the next key, and the rounding of what is left would be too large. What is added to the state, u and k_end, and du
-are always float32: with gates that are nearly open, the rounding of thousands of tokens adds up. The gradient of f is a
-sum that cancels; it uses the same rounded values that the products multiplied.
+to the next key, and the rounding of what is left would be too large. u and du are always float32: with gates that are
+nearly open, the rounding of thousands of tokens adds up in the state. (float32 for k_end, too, lowers the largest error
+from 4.4e-3 to 3.7e-3 in the interpreter; with both, forward and backward took 11 % longer on an H200.) The gradient of
+f is a sum that cancels; it uses the same rounded values that the products multiplied.
 
 Registers: Triton 3.6 gives `gradients` 32 registers a thread, and spills the rest, unless a limit is named. blocks.json
 names 255 there.
