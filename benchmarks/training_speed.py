@@ -347,7 +347,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="The base: a GGUF file or a folder.")
     parser.add_argument("--work", type=Path, help="Folder for the models; by default a temporary one.")
-    # Not --only: torch.compile takes the word after it for a model's name, and the apostrophe in one of these names ends
+    # Not --only: torch.compile takes the word after it for the name of a model, and the apostrophe in one of these ends
     # a string in the code that it writes.
     parser.add_argument("--pieces", nargs="+", help="Pieces to measure; by default all.")
     parser.add_argument("--rows", type=int, default=64, help="Sequences of a step.")
