@@ -28,9 +28,9 @@ from fastweights.modeling.modes import autocast, evaluating
 from fastweights.results import LayerRanking, RankedLayer
 from fastweights.training.chunked_loss import LossConfig, head_loss, head_of
 from fastweights.training.losses import Batch, hidden_of, next_tokens, without_plain_positions
+from fastweights.training.micro_batch import split
 from fastweights.training.output_fit import fit_outputs, fitted_tensors
 from fastweights.training.teacher import load_teacher, sizes_of
-from fastweights.training.trainer import split
 from fastweights.utils.errors import Argument, FastWeightsError
 from fastweights.utils.progress import progress_bar
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import LoggerType
@@ -12,13 +12,11 @@ from fastweights.modeling.adaptive_input import AdaptiveSoftmax
 from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.modes import no_window_reason
 from fastweights.modeling.positions import check_length
+from fastweights.training.config import TrainConfig
 from fastweights.training.optimizer import parameter_groups
 from fastweights.training.recipe import Recipe, Stage
 from fastweights.training.run_folder import TrainingError
 from fastweights.utils.errors import Argument
-
-if TYPE_CHECKING:
-    from fastweights.training.trainer import TrainConfig
 
 TRACKER_PACKAGES = {"tensorboard": "'fastweights[tensorboard]'", "all": "'fastweights[tensorboard]'"}
 

@@ -1,10 +1,12 @@
-"""How many sequences a process takes through the model at once, estimated from the memory that they need."""
+"""How many sequences a process takes through the model at once, estimated from the memory that they need, and batches
+cut into such parts."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fastweights.modeling.families import family_of
 from fastweights.training.chunked_loss import CHUNK_SHARE
@@ -51,3 +53,9 @@ def _activation_bytes(student: Any, gradient_checkpointing: bool) -> int:
     if gradient_checkpointing:
         per_width = RECOMPUTED_LAYERS * ACTIVATION_BYTES + layers * BOUNDARY_BYTES
     return student.config.hidden_size * per_width
+
+
+def split(batch: dict[str, Tensor], rows: int) -> list[dict[str, Tensor]]:
+    """The batch in parts of at most `rows` rows."""
+    count = len(batch["input_ids"])
+    return [{name: x[start : start + rows] for name, x in batch.items()} for start in range(0, count, rows)]

@@ -13,24 +13,21 @@ import json
 import math
 import os
 import signal
-import sys
 import time
 import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 from fastweights.conversion import lora_modules
 from fastweights.data.batches import PackedBatches, count_targets, validation_rows
@@ -42,13 +39,11 @@ from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.document_attention import use_document_kernels
 from fastweights.modeling.families import family_of
 from fastweights.modeling.layer import converted_layers
-from fastweights.modeling.modes import autocast, is_low_precision, without_window
+from fastweights.modeling.modes import autocast, is_low_precision
 from fastweights.results import (
     BaseModel,
     Data,
     Divergence,
-    LossPoint,
-    StageSummary,
     TrainedModel,
     TrainingResult,
     ValidationPoint,
@@ -56,30 +51,29 @@ from fastweights.results import (
 from fastweights.tokenization import unknown_words
 from fastweights.training import checkpoint as saved
 from fastweights.training.checks import check_run, check_tracker
-from fastweights.training.graphs import GraphedBackward
+from fastweights.training.config import TrainConfig
 from fastweights.training.log import log_text, read_log, truncate_log
 from fastweights.training.losses import Batch, StageLoss, next_token_loss, without_plain_positions
-from fastweights.training.micro_batch import micro_batch_size
+from fastweights.training.micro_batch import micro_batch_size, split
 from fastweights.training.optimizer import (
     Diverged,
     DivergenceWatch,
-    clip_gradients,
     compile_blocks,
     learning_rate_share,
     make_optimizer,
-    set_learning_rate,
     set_mode,
     uncompile_blocks,
 )
+from fastweights.training.outcome import training_result
 from fastweights.training.output_fit import awaits_memory_lengths, fit_outputs
 from fastweights.training.readback import Readback
 from fastweights.training.recipe import Recipe, Stage
 from fastweights.training.run_folder import TrainingError, check_new_run, check_no_run, check_resumes, resume_call
+from fastweights.training.step import StepRunner
 from fastweights.training.teacher import load_teacher
 from fastweights.utils.errors import Argument, CheckpointError, FastWeightsError, Stopped, error_context
-from fastweights.utils.files import FileLock, absolute, append_text, make_folder, remove_leftovers
+from fastweights.utils.files import FileLock, append_text, make_folder, remove_leftovers
 from fastweights.utils.progress import LINE_EVERY, Display, duration_text
-from fastweights.utils.settings import check_settings, setting
 from fastweights.utils.signals import StopNow, stop_signals
 
 __all__ = ["Diverged", "Interrupted", "TrainConfig", "Trainer", "TrainingError", "resume", "train"]
@@ -89,21 +83,11 @@ VALIDATION_BATCH_TOKENS = 8_192
 FIT_TOKENS = 16_384
 # Tokens of a text that are looked at for unknown words.
 UNKNOWN_SAMPLE = 100_000
-# Points of the loss curve in the result, at most twice this.
-CURVE_POINTS = 1_000
 # Steps of a stage after which the duration of the run is estimated.
 ESTIMATE_AFTER = 3
 # Steps of which the host has not read the loss yet when it starts the next one, for each type of device. A GPU that
 # works on a step has the next one waiting.
 UNREAD_STEPS = {"cuda": 1}
-# Third number of the seed of a step's window dropout, besides the run's seed and the step.
-WINDOW_DROPOUT = 2
-# Key of a batch: the rows [B] bool that are trained without the window.
-WITHOUT_WINDOW = "without_window"
-# Key of a micro-batch that runs as a graph: what its loss is divided by, [rows] float32, all equal.
-DIVISOR = "divisor"
-# Devices whose micro-batches may run as graphs.
-GRAPH_DEVICES = ("cuda",)
 
 
 class Interrupted(Stopped):
@@ -115,59 +99,6 @@ class Interrupted(Stopped):
             super().__init__(f"{stopped}; resume with: ", resume_call(folder), exit_code=exit_code)
         else:
             super().__init__(f"{stopped} before anything was written: start it again", exit_code=exit_code)
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """What is trained on what.
-
-    Attributes:
-        model: Folder of the model to train, converted or not.
-        data: The text, as `prepare` takes it.
-        recipe: How it is trained.
-        teacher: Hub id or folder of the teacher; by default the model that `model` was converted from.
-        validation: The text to validate on; None for no validation.
-        text_field, limit, device, shard, report_to, memory_share: As their descriptions below.
-
-    Raises:
-        TrainingError: A value is of the wrong type or out of range.
-    """
-
-    model: str
-    data: str
-    recipe: Recipe
-    teacher: str | None = None
-    validation: str | None = None
-    text_field: str = setting("text", "Field that holds the text in JSON lines, parquet files and data sets.")
-    limit: int | None = setting(None, "Tokens to use of each text, at most.", ge=1)
-    device: str | None = setting(None, '"cpu" or "cuda"; by default a GPU where there is one.')
-    shard: bool = setting(False, "Shard the model over the processes (FSDP) instead of replicating it (DDP).")
-    report_to: str | None = setting(None, 'A tracker that accelerate knows, such as "tensorboard".')
-    memory_share: float = setting(1.0, "Share of the GPU's memory that this run may use.", gt=0, le=1)
-
-    def __post_init__(self) -> None:
-        for name in ("model", "data", "teacher", "validation"):
-            value, is_optional = getattr(self, name), name in ("teacher", "validation")
-            if not (isinstance(value, str) or (is_optional and value is None)):
-                raise TrainingError(Argument(name), f" must be a string, found {value!r}")
-        check_settings(self, TrainingError)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The settings as plain values, for run.json."""
-        return asdict(self) | {"recipe": self.recipe.to_dict()}
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> TrainConfig:
-        """The settings that `to_dict` returned."""
-        return cls(**values | {"recipe": Recipe.from_dict(values["recipe"])})
-
-    def with_absolute_paths(self) -> TrainConfig:
-        """The same, for a run that may be resumed from another working directory."""
-        sources: dict[str, Any] = {}
-        for name in ("model", "data", "teacher", "validation"):
-            source = getattr(self, name)
-            sources[name] = None if source is None else absolute(source)
-        return replace(self, **sources)
 
 
 def train(config: TrainConfig, folder: str | os.PathLike, *, display: Display | None = None) -> TrainingResult:
@@ -231,17 +162,6 @@ def resume(
     return _run(config, folder, display or Display())
 
 
-class _StepData(NamedTuple):
-    """A step's rows, prepared on the host.
-
-    parts: This process's rows, in micro-batches.
-    divisor: What the sum of the loss is divided by.
-    """
-
-    parts: list[Batch]
-    divisor: int
-
-
 class _UnreadStep(NamedTuple):
     """A step that the device may still be working on.
 
@@ -258,21 +178,15 @@ class _UnreadStep(NamedTuple):
 class _ActiveStage:
     """What exists only while a stage is trained.
 
-    module: Its StageLoss, distributed over the processes.
-    steps_before: Steps of the stages before.
-    graphed: What back-propagates micro-batches as CUDA graphs. None: nothing does.
+    runner: What makes its steps.
     started: When it started, or would have if it had not been interrupted.
     unread: Steps that were made and are not in the log and the progress yet.
     """
 
     stage: Stage
-    batches: PackedBatches
-    module: nn.Module
-    optimizer: torch.optim.Optimizer
+    runner: StepRunner
     watch: DivergenceWatch
     lora: Any
-    steps_before: int
-    graphed: GraphedBackward | None = None
     started: float = 0.0
     unread: deque[_UnreadStep] = field(default_factory=deque)
 
@@ -301,8 +215,6 @@ class Trainer:
         self.progress = saved.Progress()
         self.log: list[dict[str, Any]] = []
         self._validation_seconds: float | None = None
-        # Rows at once in this stage, at most: fewer when memory was short.
-        self._most_rows = sys.maxsize
         with self.signals(), self._stoppable(always=True):
             self._load()
         self._start_time = time.perf_counter() - self.progress.seconds
@@ -337,7 +249,15 @@ class Trainer:
         finally:
             for tracker in self.accelerator.trackers:
                 tracker.finish()
-        result = self._result(diverged)
+        model = TrainedModel(
+            name=display_name(self.config.model),
+            parameters=sum(p.numel() for p in self.student.parameters()),
+            settings=getattr(self.student.config, "fastweights", None),
+        )
+        data = Data(name=Path(self.config.data).name, tokens=len(self.tokens))
+        result = training_result(
+            self.folder.name, self.config, self.progress, self.log, model, data, self.world_size, diverged
+        )
         if result.warning:
             self.display.print(result.warning)
         if self.is_main:
@@ -508,7 +428,6 @@ class Trainer:
     def _start_stage(self) -> _ActiveStage:
         """Prepare the student for the loss of the current stage, and restore the optimizer where the run resumes."""
         number, resumed = self.progress.stage, self.progress.stage_step > 0
-        self._most_rows = sys.maxsize  # stages differ in length and loss
         stage, batches, student = self.recipe.stages[number], self.batches[number], self.student.to(self.device)
         if not self.recipe.dropout:
             use_document_kernels(student)
@@ -532,19 +451,19 @@ class Trainer:
         for line in self.log:
             if line["stage"] == number and "loss" in line:
                 watch.update(line["loss"])
-        before = self.progress.step - self.progress.stage_step
-        active = _ActiveStage(stage, batches, module, optimizer, watch, lora, before)
-        if self.recipe.cuda_graphs and self.device.type in GRAPH_DEVICES and self.world_size == 1:
-            active.graphed = self._graphed(active)
-        return active
-
-    def _graphed(self, active: _ActiveStage) -> GraphedBackward:
-        trained = [p for group in active.optimizer.param_groups for p in group["params"]]
-
-        def backward(part: Batch, total: Tensor) -> None:
-            self._backward(active, part, part[DIVISOR][0], total)
-
-        return GraphedBackward(backward, trained, self.device)
+        runner = StepRunner(
+            self.recipe,
+            stage,
+            batches,
+            student,
+            module,
+            optimizer,
+            self.accelerator,
+            self._rows_at_once(stage),
+            steps_before=self.progress.step - self.progress.stage_step,
+            announce=self.display.print,
+        )
+        return _ActiveStage(stage, runner, watch, lora)
 
     def _fit_outputs(self, stage: Stage, batches: PackedBatches) -> None:
         """Fit the new layers on the first batches: all of their rows in every process, for equal results."""
@@ -586,17 +505,19 @@ class Trainer:
         steps, first = recipe.steps_of(stage), progress.stage_step
         spent = progress.stage_seconds[progress.stage] if progress.stage < len(progress.stage_seconds) else 0.0
         active.started = time.perf_counter() - spent
-        if progress.step == 0 and not progress.validation and self._validate(active.module):
+        if progress.step == 0 and not progress.validation and self._validate(active.runner.module):
             self._checkpoint(active)  # training may only make it worse: then this is the best model
         self.display.stage(f"{progress.stage + 1}/{len(recipe.stages)} {stage.loss}", steps, first)
         if self._validation_is_due(steps):  # a signal stopped it
             self._finish_step(active, steps)
         seconds: list[float] = []
         numbers = range(first, steps)
-        with closing(prefetch(partial(self._prepare_step, active), numbers)) as prepared:
+        with closing(prefetch(active.runner.prepare, numbers)) as prepared:
             for step, data in zip(numbers, prepared, strict=True):
                 started = time.perf_counter()
-                self._step(active, data, step, learning_rate_share(step, steps, stage))
+                share = learning_rate_share(step, steps, stage)
+                values = active.runner.run(data, step, share, lambda: self.stop_signal)
+                active.unread.append(_UnreadStep(step + 1, share * stage.learning_rate, values))
                 stop = self._read_steps(active, steps)
                 seconds.append(time.perf_counter() - started)
                 if len(seconds) == min(ESTIMATE_AFTER, steps - first):
@@ -604,24 +525,6 @@ class Trainer:
                 if not active.unread:  # else it is time for nothing
                     self._finish_step(active, steps, stop)
         self.display.end_stage()
-
-    def _prepare_step(self, active: _ActiveStage, step: int) -> _StepData:
-        """This process's rows of a step, as micro-batches in the host's memory, pinned for a GPU."""
-        batch, batches = self._batch(active, step), active.batches
-        if active.stage.loss == "transfer":
-            count = batches.rows
-        elif self.world_size > 1:
-            count = batches.targets(step)
-        else:
-            count = count_targets(batch)
-        # a batch of a conversation's questions has no targets, and the loss 0
-        parts = [without_plain_positions(part) for part in split(batch, self._rows_at_once(active.stage))]
-        if active.graphed is not None:
-            # one for each row, so that parts can be split again
-            parts = [part | {DIVISOR: torch.full((len(part["input_ids"]),), float(max(1, count)))} for part in parts]
-        if self.device.type == "cuda":
-            parts = [{name: rows.pin_memory() for name, rows in part.items()} for part in parts]
-        return _StepData(parts, max(1, count))
 
     def _finish_step(self, active: _ActiveStage, steps: int, stop: int = 0) -> None:
         """Validate and save where it is time for it. Raises Interrupted after a signal.
@@ -635,7 +538,7 @@ class Trainer:
         improved, ends = False, progress.stage_step == steps
         if self._validation_is_due(steps) and not stop:
             try:
-                improved = self._validate(active.module)
+                improved = self._validate(active.runner.module)
             except StopNow as received:
                 stop = received.number
         self._count_seconds(active)
@@ -680,75 +583,6 @@ class Trainer:
         assumed = ", if later stages are as fast" if len(left) > 1 else ""
         self.display.print(f"  about {duration_text(still)} left of {whole} in all{assumed} ({what})")
 
-    def _step(self, active: _ActiveStage, data: _StepData, step: int, share: float) -> None:
-        """Make one update at a share of the learning rate.
-
-        The host does not wait for the device: nothing that it computes is read here. `_read_steps` reads the loss.
-        """
-        seed = (self.recipe.seed * 1_000_003 + active.steps_before + step) * self.world_size + self.rank
-        loss_and_stop = None
-        while loss_and_stop is None:
-            torch.manual_seed(seed)
-            loss_and_stop = self._try_to_accumulate_gradients(active, data)
-        norm = clip_gradients(active.optimizer, active.stage.clip)
-        values = Readback(torch.cat([loss_and_stop.double(), norm.double()[None]]))
-        set_learning_rate(active.optimizer, share)
-        active.optimizer.step()
-        if active.graphed is None:
-            active.optimizer.zero_grad(set_to_none=True)
-        active.unread.append(_UnreadStep(step + 1, share * active.stage.learning_rate, values))
-
-    def _try_to_accumulate_gradients(self, active: _ActiveStage, data: _StepData) -> Tensor | None:
-        """`_accumulate_gradients`; None where memory was short: then try again, which takes fewer rows at once.
-
-        The first step finds what fits: the estimate of `micro_batch_size` may be too high for a model.
-        """
-        rows = min(self._most_rows, max(len(part["input_ids"]) for part in data.parts))
-        try:
-            return self._accumulate_gradients(active, data)
-        except torch.OutOfMemoryError:
-            if rows == 1 or self.recipe.micro_batch is not None or self.world_size > 1:
-                raise
-        # After the except block: the error holds on to the tensors of the forward pass.
-        self._most_rows = rows // 2
-        active.optimizer.zero_grad(set_to_none=True)
-        if active.graphed is not None:
-            active.graphed = self._graphed(active)
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        self.display.print(f"out of memory with {rows} sequences at once: goes on with {self._most_rows}")
-        return None
-
-    def _accumulate_gradients(self, active: _ActiveStage, data: _StepData) -> Tensor:
-        """Back-propagate this process's rows of a step.
-
-        Returns:
-            On the device, the same in all processes: the loss of the whole batch, and how many processes have received
-            a signal. One that arrives after this waits for the next step.
-        """
-        parts = [smaller for part in data.parts for smaller in split(part, self._most_rows)]
-        if active.graphed is not None:
-            active.graphed.start()
-            for part in parts:
-                active.graphed(part)
-            total = active.graphed.total
-        else:
-            total = torch.zeros((), device=self.device)
-            for number, part in enumerate(parts):
-                with self._gradient_sync(active.module, number == len(parts) - 1):
-                    self._backward(active, self._on_device(part), data.divisor, total)
-        signalled = torch.full_like(total, float(self.stop_signal > 0))
-        return self.accelerator.reduce(torch.stack([total, signalled]), "sum")
-
-    def _backward(self, active: _ActiveStage, part: Batch, divisor: int | Tensor, total: Tensor) -> None:
-        """Back-propagate a micro-batch on the device, and add its share of the loss to a total."""
-        with self._window_dropout(part):
-            with self._autocast():
-                loss = active.module(part) / divisor
-            # DDP and FSDP take the mean over processes; the loss is a sum over them
-            (loss * self.world_size).backward()
-        total += loss.detach()
-
     def _read_steps(self, active: _ActiveStage, steps: int) -> int:
         """Read the losses of steps that were made, and log them.
 
@@ -783,7 +617,7 @@ class Trainer:
         loss, signalled, norm = unread.values.read()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise Diverged(f"step {progress.step + 1}: the loss is {loss}, the norm of its gradient {norm}")
-        progress.stage_step, progress.step = unread.number, active.steps_before + unread.number
+        progress.stage_step, progress.step = unread.number, active.runner.steps_before + unread.number
         progress.tokens += self.recipe.batch_tokens
         self._count_seconds(active)
         line = {"step": progress.step, "stage": progress.stage, "tokens": progress.tokens, "loss": loss}
@@ -792,28 +626,6 @@ class Trainer:
         self.display.step(loss, self.recipe.batch_tokens)
         active.watch.update(loss)
         return signalled > 0
-
-    def _batch(self, active: _ActiveStage, step: int) -> Batch:
-        """This process's rows of a step, and which of them are trained without the window."""
-        batch, batches = active.batches.batch(step, self.rank, self.world_size), active.batches
-        if active.stage.window_dropout:
-            drawn = np.random.default_rng([batches.seed, step, WINDOW_DROPOUT]).random(batches.rows)
-            own = np.split(drawn < active.stage.window_dropout, self.world_size)[self.rank]
-            batch[WITHOUT_WINDOW] = torch.from_numpy(own)
-        return batch
-
-    def _window_dropout(self, part: Batch) -> AbstractContextManager[None]:
-        rows = part.get(WITHOUT_WINDOW)
-        return nullcontext() if rows is None else without_window(self.student, rows)
-
-    @contextmanager
-    def _gradient_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:
-        """Processes exchange gradients after the last micro-batch only."""
-        if isinstance(module, FSDPModule):
-            module.set_requires_gradient_sync(enabled)
-        usual = enabled or self.world_size == 1 or isinstance(module, FSDPModule)
-        with nullcontext() if usual else self.accelerator.no_sync(module):
-            yield
 
     def _rows_at_once(self, stage: Stage) -> int:
         """Sequences that a process takes through the model at once."""
@@ -909,7 +721,7 @@ class Trainer:
         weights = saved.model_weights(model)
         training: dict[str, Tensor] = {}
         if self.progress.stage_step:  # a stage starts from the model alone
-            training = saved.training_tensors(self.student, active.optimizer, unmerged=active.lora is not None)
+            training = saved.training_tensors(self.student, active.runner.optimizer, unmerged=active.lora is not None)
         if self.is_main:
             with self._write_errors(self.folder / saved.LOG):
                 append_text(self.folder / saved.LOG, "", sync=True)
@@ -979,65 +791,6 @@ class Trainer:
         finally:
             self._stops_at_once = False
 
-    def _result(self, diverged: Divergence | None) -> TrainingResult:
-        progress, recipe = self.progress, self.recipe
-        losses = [line for line in self.log if "loss" in line]
-        curve = losses[:: max(1, len(losses) // CURVE_POINTS)]
-        seconds: list[float | None] = [*progress.stage_seconds, *[None] * len(recipe.stages)]
-        stages = [
-            StageSummary(
-                name=stage.loss,
-                loss=stage.loss,
-                steps=recipe.steps_of(stage),
-                tokens=recipe.steps_of(stage) * recipe.batch_tokens,
-                seconds=seconds[number],
-            )
-            for number, stage in enumerate(recipe.stages)
-        ]
-        model = TrainedModel(
-            name=display_name(self.config.model),
-            parameters=sum(p.numel() for p in self.student.parameters()),
-            settings=getattr(self.student.config, "fastweights", None),
-        )
-        return TrainingResult(
-            name=self.folder.name,
-            seed=recipe.seed,
-            tokens=progress.tokens,
-            recipe=recipe.to_dict(),
-            model=model,
-            data=Data(name=Path(self.config.data).name, tokens=len(self.tokens)),
-            base=progress.base,
-            processes=self.world_size,
-            stages=stages,
-            curve=[LossPoint(**{name: line[name] for name in ("step", "tokens", "stage", "loss")}) for line in curve],
-            validation=progress.validation,
-            best=progress.best,
-            last=progress.validation[-1] if progress.validation else None,
-            diverged=diverged,
-            seconds=progress.seconds,
-            finished=diverged is None,
-            warning=self._warning(),
-        )
-
-    def _warning(self) -> str | None:
-        """How much worse the run ended than it began, and what to change; None where it did not."""
-        points, best = self.progress.validation, self.progress.best
-        if not points or points[0].step or best is None or points[-1].loss <= points[0].loss:
-            return None
-        start, end = (f"{point.perplexity:,.2f}" for point in (points[0], points[-1]))
-        model = f"that of step {best.step:,}" if best.step else "the one before the first step"
-        rates = ", ".join(
-            f"{stage.loss}.{name}={getattr(stage, name):g}"
-            for stage in self.recipe.stages
-            for name in ("learning_rate", "body_learning_rate")
-            if getattr(stage, name)
-        )
-        return (
-            f"This run ended worse than it began: its validation perplexity was {start} before the first step and is "
-            f"{end} at the end. The best model is {model}. Try lower learning rates than now "
-            f"({rates}), or more tokens."
-        )
-
 
 def _make_accelerator(config: TrainConfig, folder: Path) -> Accelerator:
     """The processes and the device. Precision is the recipe's, whatever `accelerate launch` was given."""
@@ -1057,9 +810,3 @@ def _make_accelerator(config: TrainConfig, folder: Path) -> Accelerator:
 def perplexity_from_loss(loss: float) -> float:
     """exp(loss), without an overflow."""
     return math.exp(min(loss, 700.0))
-
-
-def split(batch: Batch, rows: int) -> list[Batch]:
-    """The batch in parts of at most `rows` rows."""
-    count = len(batch["input_ids"])
-    return [{name: x[start : start + rows] for name, x in batch.items()} for start in range(0, count, rows)]

@@ -24,7 +24,7 @@ from helpers.training import (
 )
 from torch import Tensor
 
-from fastweights.training import graphs, trainer
+from fastweights.training import graphs, step
 from fastweights.training.graphs import GraphedBackward
 from fastweights.training.losses import StageLoss
 from fastweights.training.recipe import RecipeError
@@ -52,7 +52,7 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return replay
 
     monkeypatch.setattr(graphs, "capture", capture)
-    monkeypatch.setattr(trainer, "GRAPH_DEVICES", ("cpu",))
+    monkeypatch.setattr(step, "GRAPH_DEVICES", ("cpu",))
     return counts
 
 

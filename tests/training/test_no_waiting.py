@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -34,8 +35,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastweights import ops
 from fastweights.data.batches import PackedBatches
 from fastweights.data.prefetch import prefetch
+from fastweights.training import step
 from fastweights.training.readback import Readback
-from fastweights.training.trainer import UNREAD_STEPS, Diverged, Trainer
+from fastweights.training.step import StepRunner
+from fastweights.training.trainer import UNREAD_STEPS, Diverged
 
 aten = torch.ops.aten
 # Operators whose result, or its shape, is known to the host only when the device has finished.
@@ -93,21 +96,22 @@ def read_late(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Every step of a trainer runs without reading what it computes; returns the numbers of the steps."""
-    made, step, adamw = [], Trainer._step, torch.optim.AdamW
+    made, run, adamw = [], StepRunner.run, torch.optim.AdamW
     monkeypatch.setattr(torch.optim, "AdamW", lambda groups, **options: adamw(groups, **options | {"fused": True}))
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise Waits("a tensor is copied to the host, or from memory that is not pinned")
 
-    def strict(trainer: Trainer, *args: Any) -> None:
+    def strict(runner: StepRunner, *args: Any) -> Readback:
         with NoReads(), pytest.MonkeyPatch.context() as patch:
             for owner, name in ((torch.Tensor, "tolist"), (torch.Tensor, "numpy"), (torch.Tensor, "cpu")):
                 patch.setattr(owner, name, refuse)
             patch.setattr(torch, "tensor", refuse)
-            step(trainer, *args)
-        made.append(args[2])
+            values = run(runner, *args)
+        made.append(args[1])
+        return values
 
-    monkeypatch.setattr(Trainer, "_step", strict)
+    monkeypatch.setattr(StepRunner, "run", strict)
     return made
 
 
@@ -150,15 +154,13 @@ def test_step_reads_nothing_from_the_device(
 def test_a_read_inside_a_step_is_noticed(
     files: Files, tmp_path: Path, no_reads: list[int], read: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fastweights.training import trainer
-
-    clip = trainer.clip_gradients
+    clip = step.clip_gradients
 
     def reading(optimizer: torch.optim.Optimizer, largest: float) -> torch.Tensor:
         read(optimizer.param_groups[0]["params"][0].detach().flatten())
         return clip(optimizer, largest)
 
-    monkeypatch.setattr(trainer, "clip_gradients", reading)
+    monkeypatch.setattr(step, "clip_gradients", reading)
     recipe = make_recipe((dict(FINETUNE[0], tokens=STEP),), validate_every=100)
     with pytest.raises(Waits):
         train_in(tmp_path / "run", make_train_config(files, recipe, validation=None))
@@ -201,14 +203,13 @@ def test_divergence_that_is_read_late_is_logged_and_saved_as_if_it_were_not(
         recipe = make_recipe((wild,), diverged_above=0.5, diverged_for=5, checkpoint_every=every)
     else:
         recipe = make_recipe(FINETUNE, checkpoint_every=every)
-        add = Trainer._accumulate_gradients
+        add, made = StepRunner._accumulate_gradients, Counter[StepRunner]()
 
-        def broken(trainer: Trainer, active: Any, data: Any) -> torch.Tensor:
-            values = add(trainer, active, data)
-            trainer.__dict__["made"] = trainer.__dict__.get("made", 0) + 1
-            return values * (float("nan") if trainer.__dict__["made"] == 5 else 1.0)
+        def broken(runner: StepRunner, *arguments: Any) -> torch.Tensor:
+            made[runner] += 1
+            return add(runner, *arguments) * (float("nan") if made[runner] == 5 else 1.0)
 
-        monkeypatch.setattr(Trainer, "_accumulate_gradients", broken)
+        monkeypatch.setattr(StepRunner, "_accumulate_gradients", broken)
     config, found = make_train_config(files, recipe, validation=None), []
     for late in (0, 1):
         monkeypatch.setitem(UNREAD_STEPS, "cpu", late)
