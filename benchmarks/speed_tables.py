@@ -11,16 +11,17 @@ from fastweights.report.page import Table
 
 ROOT = Path(__file__).parent.parent
 # Names of peers that need a word more in a table.
-PEERS = {"torch SDPA": "attention (torch SDPA)", "torch SDPA (flash)": "attention (torch SDPA, FlashAttention 2)"}
+PEERS = {"torch SDPA": "attention (torch SDPA, cuDNN)", "torch SDPA (flash)": "attention (torch SDPA, FlashAttention 2)"}
 
 
 def speed_tables() -> dict[str, Table]:
     """Every table by the name that a page asks for it with."""
     kernels, training, decode = (_result(f"gpu_{name}")["parts"] for name in ("kernels", "training", "decode"))
     lines = {
-        "operations": (_operations(kernels["kernels"], kernels["fla"]["peers"]), "gpu_kernels.json"),
+        "operations": (_operations(_result("gpu_operations")["parts"]["fla"], []), "gpu_operations.json"),
+        "operations before": (_operations(kernels["kernels"], kernels["fla"]["peers"]), "gpu_kernels.json"),
         "kernel times": (_parts(kernels["kernels"]["profiles"]), "gpu_kernels.json"),
-        "precision": (_precision(kernels["precision"]["cases"]), "gpu_kernels.json"),
+        "precision": (_precision(_result("gpu_precision")["parts"]["precision"]["cases"]), "gpu_precision.json"),
         "training speed": (_training(training["training"]["models"]), "gpu_training.json"),
         "training, converted": (_training_pieces(_result("training_speed")["measured"]), "training_speed.json"),
         "decoding speed": (_decode(decode["decode"]), "gpu_decode.json"),
@@ -52,7 +53,8 @@ def _operations(part: dict[str, Any], others: list[dict[str, Any]]) -> list[list
     lines.append(["decay, launched from Python", "32", *(_times(rows.get(shape, {}), "") for shape in shapes), ""])
     for name, m in dict.fromkeys((row["peer"], row["m"]) for row in others if "peak extra MiB" in row):
         rows = {row["shape"]: row for row in others if (row["peer"], row["m"]) == (name, m)}
-        cells = [_times(rows.get(shape, {}), "") for shape in shapes]
+        in_graph = any("graph forward ms" in row for row in rows.values())
+        cells = [_times(rows.get(shape, {}), "graph " if in_graph else "") for shape in shapes]
         lines.append([PEERS.get(name, name), str(m or ""), *cells, _peak(rows[shapes[0]])])
     return lines
 
@@ -76,13 +78,19 @@ def _parts(profiles: dict[str, Any]) -> list[list[str]]:
 
 
 def _precision(cases: list[dict[str, Any]]) -> list[list[str]]:
-    """The worst of the three shapes."""
-    names = list(cases[0]["errors"])
-    lines = [["dtype", "gate bias", *names]]
-    for dtype, bias in dict.fromkeys((case["dtype"], case["bias"]) for case in cases):
-        errors = [case["errors"] for case in cases if (case["dtype"], case["bias"]) == (dtype, bias)]
-        lines.append([dtype, f"{bias:+g}", *(f"{max(error[name] for error in errors):.1e}" for name in names)])
+    """The worst of the three shapes, for each rule."""
+    names = list(dict.fromkeys(name for case in cases for name in case["errors"]))
+    lines = [["rule", "m", "dtype", "gate bias", *names]]
+    for key in dict.fromkeys(_case(case) for case in cases):
+        errors = [case["errors"] for case in cases if _case(case) == key]
+        worst = {name: max(error[name] for error in errors) for name in errors[0]}
+        rule, m, dtype, bias = key
+        lines.append([rule, str(m), dtype, f"{bias:+g}", *(f"{worst[n]:.1e}" if n in worst else "–" for n in names)])
     return lines
+
+
+def _case(case: dict[str, Any]) -> tuple[str, int, str, float]:
+    return case["rule"], case["m"], case["dtype"], case["bias"]
 
 
 def _training(models: dict[str, Any]) -> list[list[str]]:
