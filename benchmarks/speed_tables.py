@@ -11,7 +11,10 @@ from fastweights.report.page import Table
 
 ROOT = Path(__file__).parent.parent
 # Names of peers that need a word more in a table.
-PEERS = {"torch SDPA": "attention (torch SDPA, cuDNN)", "torch SDPA (flash)": "attention (torch SDPA, FlashAttention 2)"}
+PEERS = {
+    "torch SDPA": "attention (torch SDPA, cuDNN)",
+    "torch SDPA (flash)": "attention (torch SDPA, FlashAttention 2)",
+}
 
 
 def speed_tables() -> dict[str, Table]:
