@@ -9,7 +9,7 @@ import typer
 
 from fastweights import __version__
 from fastweights.cli.chat import chat
-from fastweights.cli.compare import compare
+from fastweights.cli.compare import compare, measure_run
 from fastweights.cli.convert import convert
 from fastweights.cli.evaluate import evaluate
 from fastweights.cli.generate import generate
@@ -35,6 +35,7 @@ app.command()(chat)
 app.command()(serve)
 app.command(epilog=stage_table())(train)
 app.command()(compare)
+app.command(hidden=True)(measure_run)
 app.command("eval")(evaluate)
 app.command()(profile)
 app.command()(report)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -86,6 +87,24 @@ def compare(
     outcome = run(chosen, setup, at_once=jobs, minutes=minutes)
     _print_comparison(outcome.results, list(setup.tests))
     outcome.check()
+
+
+@reports_errors
+def measure_run(
+    training: Annotated[Path, typer.Argument(help="Folder of the training run.")],
+    result: Annotated[Path, typer.Argument(help="JSON file for the result.")],
+    name: Annotated[str, typer.Argument(help="Name of the run.")],
+    tests: Annotated[str, typer.Option(help="Texts by their names, as JSON.")] = "{}",
+    recall: Annotated[bool, typer.Option("--recall", help="Measure recall.")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
+) -> None:
+    """Measure the best model of a trained run of a comparison. `compare` starts this."""
+    from transformers.utils import logging
+
+    from fastweights.experiments.measure import measure_run as measure
+
+    logging.disable_progress_bar()
+    measure(training, result, name, json.loads(tests), recall, device)
 
 
 def _check_texts(data: str, validation: str, tests: list[str]) -> None:

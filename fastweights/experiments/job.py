@@ -1,4 +1,4 @@
-"""One run of a comparison on disk: how it is prepared, which settings it was started with, how it is finished.
+"""One run of a comparison on disk: how it is prepared, which settings it was started with, how it is measured.
 
 A comparison's folder:
     runs/NAME/begun.json   the settings that the run was started with
@@ -11,6 +11,7 @@ A comparison's folder:
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -21,17 +22,12 @@ import torch
 
 from fastweights.config import FastWeightsConfig
 from fastweights.conversion import convert
-from fastweights.data.readers import read_text
-from fastweights.evaluation.perplexity import EvaluationError, perplexity
-from fastweights.evaluation.recall import ordinary_tokens, recall_probe
 from fastweights.experiments.grid import GridError, Variant, result_file
 from fastweights.loading import load, load_tokenizer, save
-from fastweights.modeling.modes import autocast
-from fastweights.results import PerplexityRow, Recall, ResultError, TrainingResult
-from fastweights.tokenization import bos_token
+from fastweights.results import ResultError, TrainingResult
 from fastweights.training import checkpoint as saved
 from fastweights.training.recipe import Recipe
-from fastweights.training.trainer import VALIDATION_BATCH_TOKENS, TrainConfig
+from fastweights.training.trainer import TrainConfig
 from fastweights.utils.errors import Argument
 from fastweights.utils.files import FileLock, LockedError, absolute, make_folder, write_json
 
@@ -191,40 +187,18 @@ class Job:
             result.write(self.result)
         return result
 
+    def measure(self) -> list[str]:
+        """The arguments of the program that measures the trained model and writes the result."""
+        setup = self.setup
+        arguments = ["measure-run", str(self.training), str(self.result), self.name, "--tests", json.dumps(setup.tests)]
+        arguments += ["--recall"] if setup.recall else []
+        return arguments + (["--device", setup.device] if setup.device else [])
+
     def finish(self) -> None:
-        """Measure the best model on the tests and write the result, unless another process did so."""
-        if self.result.is_file():
-            return
-        result = TrainingResult.read(self.training / saved.RESULT)
-        try:
-            tests, recall = self._measure()
-        except EvaluationError:
-            if result.diverged is None:
-                raise
-            tests, recall = [], None  # its model may have no finite losses
-        named = replace(result, name=self.name, run=self.name, cell=self.variant.cell)
-        replace(named, tests=tests, recall=recall).write(self.result)
+        """Delete the models of a run whose result is written, and give the result its cell."""
+        self.read_result()
         if not self.setup.keep:
             self._remove_models()
-
-    def _measure(self) -> tuple[list[PerplexityRow], Recall | None]:
-        """The best model's perplexity of every test, and its recall. A run that diverged at once has no model."""
-        best = saved.linked(self.training, saved.BEST) or saved.linked(self.training, saved.LAST)
-        if best is None or not self.setup.measures:
-            return [], None
-        device = self.setup.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        model, tokenizer = load(best, dtype=torch.float32).to(device), load_tokenizer(best)
-        length = self.variant.recipe.length
-        windows: dict[str, Any] = dict(length=length, batch_size=max(1, VALIDATION_BATCH_TOKENS // length))
-        with autocast(model.device, self.variant.recipe.precision):
-            tests = [
-                perplexity(model, tokenizer, read_text(source), progress=False, **windows).row(name)
-                for name, source in self.setup.tests.items()
-            ]
-            if not self.setup.recall:
-                return tests, None
-            probed: dict[str, Any] = dict(vocabulary=ordinary_tokens(model, tokenizer), bos=bos_token(tokenizer))
-            return tests, recall_probe(model, **probed, progress=False)
 
     def _remove_models(self) -> None:
         """The log of the steps stays. Without run.json there is no run to resume."""

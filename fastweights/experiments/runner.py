@@ -1,5 +1,6 @@
-"""A comparison: the runs of a grid, each trained by `fastweights train --resume` in a process of its own, several at
-once. Runs that are done are skipped and started ones are resumed, so the same command resumes a comparison."""
+"""A comparison: the runs of a grid, several at once. Each is trained by `fastweights train --resume` and measured by
+`fastweights measure-run`, in processes of their own. Runs that are done are skipped and started ones are resumed, so
+the same command resumes a comparison."""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ from fastweights.data.readers import DataError, read_text
 from fastweights.data.token_files import check_vocabulary, prepare
 from fastweights.experiments.grid import GridError, Variant
 from fastweights.experiments.job import Job, Setup
+from fastweights.experiments.measure import measure_run
 from fastweights.loading import load, load_tokenizer, require_tokenizer
 from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.families import family_of
@@ -161,6 +163,7 @@ class _Runner:
     def __init__(self, jobs: Sequence[Job], at_once: int, display: RunsDisplay) -> None:
         self.waiting, self.at_once, self.display = list(jobs), max(1, min(at_once, len(jobs))), display
         self.running: dict[Job, Any] = {}  # and their processes
+        self.measured: set[Job] = set()  # those whose process measures
         self.locked_elsewhere: set[str] = set()
         self.failed: dict[str, str] = {}
         self.stop_signal, self._stops_at_once = 0, False
@@ -214,21 +217,22 @@ class _Runner:
 
     def _start(self, job: Job) -> None:
         self.display.start(job.name, job.variant.tokens)
-        if job.is_trained():
-            self._finish(job)
+        if job.result.is_file():  # another comparison was faster
+            self._end(job, "")
+        elif job.is_trained():
+            self._measure(job)
         elif reason := self._attempt(job, lambda: job.prepare(1 / self.at_once, self.display.print)):
             self._end(job, reason)
         else:
-            self.running[job] = self._launch(job)
-            if self.stop_signal:  # it came in the meantime
-                self.running[job].terminate()
+            self._launch(job, ["train", "--resume", str(job.training), "--parent", str(os.getpid())])
 
-    def _launch(self, job: Job) -> Any:
-        arguments = ["train", "--resume", str(job.training), "--parent", str(os.getpid())]
+    def _launch(self, job: Job, arguments: Sequence[str]) -> None:
         with job.log.open("a") as log:
             process = launch(arguments, log, job.lock, threads=max(1, torch.get_num_threads() // self.at_once))
         job.lock.name_holder(process.pid)
-        return process
+        self.running[job] = process
+        if self.stop_signal:  # it came in the meantime
+            process.terminate()
 
     def _poll(self, job: Job) -> None:
         exit_code, logged = self.running[job].poll(), last_logged(job.training / saved.LOG)
@@ -236,18 +240,26 @@ class _Runner:
         self.display.update(job.name, logged.get("tokens"), None if loss is None else perplexity_from_loss(loss))
         if exit_code is not None:
             del self.running[job]
-            if job.is_trained():  # a run that diverged has a result, too, whatever its exit code is
-                self._finish(job)
+            if job in self.measured:
+                self._end(job, _reason(job, exit_code) if exit_code else "")
+            elif job.is_trained():  # a run that diverged has a result, too, whatever its exit code is
+                self._measure(job)
             else:
                 self._end(job, _reason(job, exit_code))
 
-    def _finish(self, job: Job) -> None:
-        if job.setup.measures and not self.stop_signal:
+    def _measure(self, job: Job) -> None:
+        """Start the process that measures a trained run, unless it is time to stop or there is nothing to measure."""
+        if self.stop_signal:
+            self._end(job, "stopped")
+        elif not job.setup.measures:
+            self._end(job, self._attempt(job, lambda: measure_run(job.training, job.result, job.name, {})))
+        else:
             self.display.print(f"{job.name}: trained, measuring it on {', '.join(job.setup.measures)}")
-        self._end(job, "stopped" if self.stop_signal else self._attempt(job, job.finish))
+            self.measured.add(job)
+            self._launch(job, job.measure())
 
     def _end(self, job: Job, reason: str) -> None:
-        torch.cuda.empty_cache()  # the next run may need what the tests took
+        reason = reason or self._attempt(job, job.finish)
         job.lock.release()
         if not reason:
             self.display.end(job.name, outcome_text(job.read_result()))

@@ -444,8 +444,8 @@ def test_run_that_another_process_trains_is_refused_and_stays(files: Files, tmp_
     assert (training / "log.jsonl").is_file() and (training / "run.json").is_file()
 
 
-@pytest.mark.parametrize("step", ["prepare", "finish"])
-def test_signal_while_a_run_is_prepared_or_tested_stops_at_once(
+@pytest.mark.parametrize("step", ["prepare", "measure"])
+def test_signal_while_a_run_is_prepared_or_measured_stops_at_once(
     files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     grid = write_grid(tmp_path, {"one": {"rule": "decay"}}, make_recipe((FINETUNE[0] | {"tokens": STEP},)))
@@ -455,12 +455,45 @@ def test_signal_while_a_run_is_prepared_or_tested_stops_at_once(
         signal.raise_signal(signal.SIGTERM)
         pytest.fail("it was not interrupted")
 
+    def launch(arguments: list[str], *others: Any, **more: Any) -> Any:
+        if arguments[0] == "train":
+            return launch_from_server(arguments, *others, **more)
+        signal.raise_signal(signal.SIGTERM)
+        return subprocess.Popen(["sleep", "1000"])
+
     with monkeypatch.context() as patched:
-        patched.setattr(Job, step, stop)
+        if step == "prepare":
+            patched.setattr(Job, "prepare", stop)
+        else:
+            patched.setattr(runner, "launch", launch)
         stopped = run(*command)
     assert stopped.exit_code == 143 and "stopped by SIGTERM: 0 of 1 runs are done" in stopped.stderr
     succeed(*command)
     assert len(result_of(tmp_path / "out", "one")["tests"]) == 1
+
+
+def test_run_that_cannot_be_measured_is_named_and_measured_by_the_same_command(files: Files, tmp_path: Path) -> None:
+    """Others are trained and measured meanwhile; the failed one is not trained again."""
+    text = tmp_path / "test.txt"
+    text.write_text(files.validation.read_text())
+    grid = write_grid(
+        tmp_path, {"one": {"rule": "decay"}, "two": {"rule": "add"}}, make_recipe((FINETUNE[0] | {"tokens": STEP},))
+    )
+    command = typed(files, grid, tmp_path / "out", "--test", text, "--jobs", 2)
+    with pytest.MonkeyPatch.context() as patched:
+
+        def launch(arguments: list[str], *others: Any, **more: Any) -> Any:
+            if arguments[0] == "measure-run" and arguments[3] == "one":
+                arguments = [part.replace(str(text), str(tmp_path / "gone.txt")) for part in arguments]
+            return launch_from_server(arguments, *others, **more)
+
+        patched.setattr(runner, "launch", launch)
+        found = run(*command)
+    assert found.exit_code == 1 and "1 of 2 runs failed" in found.stderr and "gone.txt" in found.stderr.splitlines()[-1]
+    assert [path.stem for path in (tmp_path / "out/results").iterdir()] == ["two"]
+    assert "1 of 2 runs are done already" in succeed(*command).stderr
+    assert len(result_of(tmp_path / "out", "one")["tests"]) == 1
+    assert (tmp_path / "out/runs/one/log.txt").read_text().count("started\n") == 1
 
 
 def test_two_comparisons_train_a_run_only_once(files: Files, tmp_path: Path) -> None:
