@@ -114,8 +114,8 @@ class FastWeightsConfig:
     gate_rank: int | None = setting(
         None,
         "Rank of the linear maps from a layer's input to its gates and to the share of mix=token, which have one "
-        "projection to this many numbers in common; at most the model's width. By default full rank.",
-        ge=1,
+        "projection to this many numbers in common; at most the model's width. 0, the default, for full rank.",
+        ge=0,
         le=LARGEST_M,
     )
     output_norm: bool = setting(False, "Apply an RMS norm to the output of each head.")
@@ -173,6 +173,8 @@ class FastWeightsConfig:
         for name, default in defaults.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, default)
+        if self.gate_rank == 0:
+            object.__setattr__(self, "gate_rank", None)
 
     def _check_window(self) -> None:
         if self.rule == LOCAL and self.window == 0:
@@ -223,7 +225,8 @@ class FastWeightsConfig:
     def _check_gate_rank(self) -> None:
         if self.gate_rank is not None and self.rule in RULES_WITHOUT_GATES and self.mix == "constant":
             found = (Argument("rule"), f"={self.rule!r}, ", Argument("mix"), f"={self.mix!r}")
-            raise ConfigError(Argument("gate_rank"), " is for gates, and this model has none; found ", *found)
+            reason = " is for gates, and this model has none: leave it out; found "
+            raise ConfigError(Argument("gate_rank"), reason, *found)
 
     def _check_ablation(self) -> None:
         if self.ablation is None:
@@ -246,59 +249,90 @@ class FastWeightsConfig:
             raise ConfigError(Argument("layers"), f" must name at least one layer and each only once, {found}")
 
     def _check_combination(self) -> None:
-        for undefined, reason in (
+        """Each case has the settings that are in conflict, whether they are, and why."""
+        normalize, feature_map = Argument("normalize"), Argument("feature_map")
+        cases: tuple[tuple[tuple[str, ...], bool, tuple[Any, ...]], ...] = (
             (
+                ("rule", "normalize"),
                 self.rule == "decay" and self.normalize != "none",
-                "the decay rule has no normalizer: its gates bound the state (use normalize='none')",
+                ("the decay rule has no normalizer: its gates bound the state (use ", normalize, "='none')"),
             ),
             (
+                ("rule", "feature_map", "normalize"),
                 self.rule == LOCAL and (self.feature_map, self.normalize) != ("none", "none"),
-                "local attention is a softmax over its window: it has no feature map and no normalizer of its own",
+                (
+                    "local attention is a softmax over its window: it has no feature map and no normalizer of its own",
+                    *(" (use ", feature_map, "='none', ", normalize, "='none')"),
+                ),
             ),
             (
+                ("rule", "output_norm", "rotary", "projection_init"),
                 self.rule == LOCAL
                 and (self.output_norm, self.rotary, self.projection_init) != (False, "keep", "attention"),
-                "local attention is the pretrained attention within a window: it takes no output_norm, keeps rotary "
-                "and has no projection_init",
+                (
+                    "local attention is the pretrained attention within a window: it takes no ",
+                    *(Argument("output_norm"), ", keeps ", Argument("rotary"), " and has no "),
+                    *(Argument("projection_init"), ": leave them out"),
+                ),
             ),
             (
+                ("rule", "feature_map", "normalize"),
                 self.has_slots and (self.feature_map, self.normalize) != ("none", "none"),
-                f"{self.rule} reads its slots by softmax attention: it has no feature map and no normalizer (use "
-                "feature_map='none', normalize='none')",
+                (
+                    f"{self.rule} reads its slots by softmax attention: it has no feature map and no normalizer (use ",
+                    *(feature_map, "='none', ", normalize, "='none')"),
+                ),
             ),
             (
+                ("rule", "normalize"),
                 self.rule == "gated_delta" and self.normalizes_attention,
-                "the gated_delta rule has no attention normalization: its keys should have unit length "
-                "(use normalize='unit')",
+                (
+                    "the gated_delta rule has no attention normalization: its keys should have unit length (use ",
+                    *(normalize, "='unit')"),
+                ),
             ),
             (
+                ("rule", "normalize"),
                 self.normalizes_unit and self.rule not in UNIT_RULES,
-                "unit length is for rules that overwrite what the state holds under a key: use one of the rules "
-                f"{', '.join(UNIT_RULES)}",
+                (
+                    "unit length is for rules that overwrite what the state holds under a key: use one of the rules "
+                    f"{', '.join(UNIT_RULES)}, or another ",
+                    normalize,
+                ),
             ),
             (
+                ("feature_map", "normalize"),
                 self.normalizes_sum and self.feature_map not in POSITIVE_MAPS,
-                "sum normalization divides by the sum of the features, which must be positive: "
-                f"use one of the maps {', '.join(POSITIVE_MAPS)}",
+                (
+                    "sum normalization divides by the sum of the features, which must be positive: use one of the maps "
+                    f"{', '.join(POSITIVE_MAPS)}, or another ",
+                    normalize,
+                ),
             ),
             (
-                self.feature_map == "dpfp" and (self.m % 2 or self.m < 4),
-                "dpfp makes an even number of features, at least 4 (m = 2 x its input width): choose such an m",
+                ("m", "feature_map"),
+                self.feature_map == "dpfp" and bool(self.m % 2 or self.m < 4),
+                ("dpfp makes an even number of features, at least 4: choose such an ", Argument("m")),
             ),
             (
-                self.feature_map == "rfa" and self.m % 2,
-                "rfa makes a sine and a cosine for each random direction: m must be even",
+                ("m", "feature_map"),
+                self.feature_map == "rfa" and bool(self.m % 2),
+                ("rfa makes a sine and a cosine for each random direction: ", Argument("m"), " must be even"),
             ),
             (
+                ("rule", "gate_init"),
                 self.spreads_gates and self.rule not in FORGETTING_RULES,
-                f"gate_init={self.gate_init!r} spreads forget gates: use one of the rules "
-                f"{', '.join(FORGETTING_RULES)}",
+                (
+                    Argument("gate_init"),
+                    f"={self.gate_init!r} spreads forget gates: use one of the rules {', '.join(FORGETTING_RULES)}, or "
+                    "leave it out",
+                ),
             ),
-        ):
-            if undefined:
-                names = ("rule", "m", "feature_map", "normalize", "gate_init")
+        )
+        for names, in_conflict, reason in cases:
+            if in_conflict:
                 parts = [part for name in names for part in (", ", Argument(name), f"={getattr(self, name)!r}")]
-                raise ConfigError(*parts[1:], f" is not defined: {reason}")
+                raise ConfigError(*parts[1:], " is not defined: ", *reason)
 
     @property
     def normalizes_attention(self) -> bool:

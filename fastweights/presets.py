@@ -11,12 +11,14 @@ RECOMMENDED, PAPER = "recommended", "paper"
 PRESETS = (RECOMMENDED, PAPER)
 PRESET_HELP = (
     "Settings that are not given: recommended, the best ones with constant memory that we know (gated_delta, m = head "
-    "dimension, window 124, sinks 4, mix token, shared projections, gate rank 32), or paper, the best ones of each "
-    "rule in the paper (decay, m = 32, no window)."
+    "dimension but at most 128, window 124, sinks 4, mix token, shared projections, gate rank 32), or paper, the best "
+    "ones of each rule in the paper (decay, m = 32, no window), which are the defaults that other options name."
 )
 # Window and sinks together fill a tile of the engine's kernel, whose size is a power of two.
 WINDOW, SINKS = 124, 4
 GATE_RANK = 32
+# The widest state that the GPU kernels take.
+WIDEST_M = 128
 
 
 def preset_config(preset: str, head_dim: int, width: int, **settings: Any) -> FastWeightsConfig:
@@ -43,15 +45,18 @@ def preset_config(preset: str, head_dim: int, width: int, **settings: Any) -> Fa
 def _recommended(given: dict[str, Any], head_dim: int, width: int) -> dict[str, Any]:
     """The recommended settings that fit the given ones."""
     rule, window = given.get("rule", "gated_delta"), given.get("window", WINDOW)
-    settings: dict[str, Any] = {"rule": rule, "m": head_dim, "window": window}
+    settings: dict[str, Any] = {"rule": rule, "m": min(head_dim, WIDEST_M), "window": window}
+    if rule == "delta" and not given.keys() & {"feature_map", "normalize"}:
+        settings |= {"feature_map": "none", "normalize": "unit"}
     if rule in FORGETTING_RULES:
         settings["gate_init"] = "log"
     if rule not in RULES_WITHOUT_GATES:
         settings["gate_rank"] = min(GATE_RANK, width)
     # A window that is no number is refused by FastWeightsConfig, with a message of its own.
-    if not isinstance(window, int) or window <= SINKS:
+    if not isinstance(window, int) or window < 1:
         return settings
-    settings["sinks"] = SINKS
+    if window > SINKS:
+        settings["sinks"] = SINKS
     if rule != LOCAL:
         settings["mix"] = "token"
         if _can_share(settings | given, head_dim):

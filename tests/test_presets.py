@@ -9,6 +9,7 @@ import pytest
 from helpers.tiny import CONFIGS, pretrained
 
 import fastweights
+from fastweights import ops
 from fastweights.config import FEATURE_MAPS, RULES, ConfigError, FastWeightsConfig
 from fastweights.presets import GATE_RANK, PRESETS, SINKS, WINDOW, preset_config
 
@@ -30,6 +31,28 @@ def test_recommended_is_gated_delta_with_window_and_sinks_and_no_second_projecti
 def test_paper_is_the_default_of_the_settings() -> None:
     assert preset_config("paper", 48, 32) == FastWeightsConfig()
     assert preset_config("paper", 48, 32, rule="delta", m=8) == FastWeightsConfig(rule="delta", m=8)
+
+
+@pytest.mark.parametrize("window", [1, SINKS])
+def test_window_too_small_for_sinks_keeps_the_other_settings(window: int) -> None:
+    config = preset_config("recommended", 48, 32, window=window)
+    assert (config.window, config.sinks, config.mix, config.projections) == (window, 0, "token", "shared")
+
+
+def test_delta_shares_projections_unless_it_is_given_a_map() -> None:
+    config = preset_config("recommended", 48, 32, rule="delta")
+    assert (config.feature_map, config.normalize, config.projections) == ("none", "unit", "shared")
+    config = preset_config("recommended", 48, 32, rule="delta", feature_map="relu")
+    assert (config.normalize, config.projections) == ("sum", "own")
+
+
+def test_state_is_no_wider_than_the_gpu_kernels_take() -> None:
+    config = preset_config("recommended", 256, 32)
+    assert config.m == ops.WIDEST_M and config.projections == "own"
+
+
+def test_rank_0_is_full_rank() -> None:
+    assert preset_config("recommended", 48, 32, gate_rank=0).gate_rank is None
 
 
 def test_window_and_sinks_fill_a_tile() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fastweights.data.readers import DataError
-from fastweights.data.recall_rows import IGNORED, insert_recall
+from fastweights.data.recall_rows import IGNORED, can_need_recall, insert_recall
 from fastweights.data.token_files import TokenFile
 from fastweights.utils.errors import Argument
 
@@ -74,6 +74,12 @@ class PackedBatches:
             rng = np.random.default_rng([self.seed, first + row, RECALL])
             if rng.random() < self.recall:
                 insert_recall(ids[row], positions[row], labels[row], rng)
+
+    def can_need_recall(self) -> bool:
+        """Whether `recall` could change a row of the first step: where all documents are short, it changes nothing."""
+        packed = _pack(self.tokens, self._rows_of(0), self.length)
+        positions, labels = packed["position_ids"].numpy(), packed["labels"].numpy()
+        return any(can_need_recall(*row) for row in zip(positions, labels, strict=True))
 
     def _rows_of(self, step: int) -> np.ndarray:
         epochs, places = np.divmod(np.arange(step * self.rows, (step + 1) * self.rows), self.rows_in_epoch)

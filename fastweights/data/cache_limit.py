@@ -10,6 +10,7 @@ import fcntl
 import os
 import re
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -63,9 +64,10 @@ class Hold:
         with suppress(OSError):  # not ours to change
             os.utime(folder / META)
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        # Bound early: when the interpreter ends, `os` may be gone before this object.
         if hasattr(self, "_handle"):
-            os.close(self._handle)
+            close(self._handle)
 
 
 def shrink(root: Path, limit: int) -> list[Path]:

@@ -46,6 +46,11 @@ def insert_recall(
     input_ids[places] = labels[places] = make(document, rng)
 
 
+def can_need_recall(position_ids: np.ndarray, labels: np.ndarray) -> bool:
+    """Whether a document of the row has enough tokens with labels for `insert_recall` to change something."""
+    return len(_longest_document(position_ids, labels)) >= FEWEST_PLACES
+
+
 def _longest_document(position_ids: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """The places that may change in the document that has most of them."""
     may_change = labels != IGNORED

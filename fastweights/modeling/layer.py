@@ -369,9 +369,8 @@ def check_sizes(shape: AttentionShape, config: FastWeightsConfig) -> None:
     if config.gate_rank is not None and config.gate_rank > shape.width:
         raise ConfigError(
             Argument("gate_rank"),
-            f"={config.gate_rank} is larger than the model's width, {shape.width}: choose a smaller one, or leave ",
-            Argument("gate_rank"),
-            " out for gates of full rank",
+            f"={config.gate_rank} is larger than the model's width, {shape.width}: choose a smaller one, or 0 for "
+            "gates of full rank",
         )
 
 

@@ -67,7 +67,7 @@ def _layer_sums(
     with torch.autocast(x.device.type, enabled=False):
         q, k, _ = projections(x, keywords.get("position_embeddings"))
         starts = sequence_info(batch).reset
-        return far_attention(q, k, shape, starts, shape.window(layer.config), FIRST_TOKENS)
+        return far_attention(q, k, shape, starts, shape.window(layer.config), max(FIRST_TOKENS, layer.config.sinks))
 
 
 def far_attention(

@@ -156,12 +156,13 @@ class Recipe:
                 raise RecipeError(Argument("cuda_graphs"), " cannot be used with ", Argument(name), ": leave one out")
         for stage in self.stages:
             length = self.length_of(stage)
+            given = Argument("length") if stage.length is None else f"{stage.loss}.length"
             if self.batch_tokens % length:
-                found = f"found {self.batch_tokens} and {length}"
-                raise RecipeError(Argument("batch_tokens"), f" must be a multiple of the sequence length, {found}")
+                found = (f", found {self.batch_tokens} and ", given, f"={length}")
+                raise RecipeError(Argument("batch_tokens"), " must be a multiple of the sequence length", *found)
             if stage.recall and length < SHORTEST_WITH_RECALL:
-                needed = f"at least {SHORTEST_WITH_RECALL} tokens, found {length}"
-                raise RecipeError(f"{stage.loss}.recall={stage.recall:g}: ", Argument("length"), f" must be {needed}")
+                needed = f" must be at least {SHORTEST_WITH_RECALL}, found {length}"
+                raise RecipeError(f"{stage.loss}.recall={stage.recall:g}: ", given, needed)
 
     def length_of(self, stage: Stage) -> int:
         """Tokens of a sequence in this stage."""

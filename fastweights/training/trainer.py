@@ -32,6 +32,7 @@ from torch.distributed.fsdp import fully_shard
 from fastweights.conversion import lora_modules
 from fastweights.data.batches import PackedBatches, count_targets, validation_rows
 from fastweights.data.prefetch import prefetch
+from fastweights.data.recall_rows import FEWEST_PLACES
 from fastweights.data.token_files import TokenFile, check_vocabulary, prepare
 from fastweights.loading import load, load_tokenizer, require_tokenizer
 from fastweights.model_paths import display_name
@@ -289,6 +290,12 @@ class Trainer:
         self.tokens = self._prepare(config.data, self.progress.data)
         self.progress.data = self._check_same_text("data", self.tokens, self.progress.data)
         self.batches = [self._make_batches(number) for number in range(len(self.recipe.stages))]
+        for stage, batches in zip(self.recipe.stages, self.batches, strict=True):
+            if stage.recall and not batches.can_need_recall():
+                self.display.print(
+                    f"{stage.loss}.recall={stage.recall:g} changes nothing in the first step: no document there has "
+                    f"{FEWEST_PLACES} predicted tokens in a row"
+                )
         self.validation = self._prepare_validation()
 
     def _load_student(self) -> Any:

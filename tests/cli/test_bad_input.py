@@ -96,7 +96,7 @@ UNDEFINED: dict[str, tuple[dict[str, Any], list[Any], str]] = {
         "need values that start smaller than the window's",
     ),
     "a rank of no gates": (dict(rule="add", gate_rank=2), ["--rule", "add", "--gate-rank", 2], "is for gates"),
-    "a gate rank of zero": (dict(gate_rank=0), ["--gate-rank", 0], "must be between 1 and"),
+    "a negative gate rank": (dict(gate_rank=-1), ["--gate-rank", -1], "must be between 0 and"),
     "a layer twice": (dict(layers=(1, 1)), ["--layers", "1,1"], "each only once"),
 }
 

@@ -151,3 +151,8 @@ def test_rows_of_short_documents_stay_as_they_are() -> None:
     for step in range(3):
         before, after = plain.batch(step), recall.batch(step)
         assert all(before[name].equal(after[name]) for name in before)
+    assert not recall.can_need_recall()
+
+
+def test_one_long_document_in_the_first_step_can_need_recall() -> None:
+    assert both(token_file([40] * 20 + [200] + [40] * 80))[1].can_need_recall()

@@ -35,7 +35,7 @@ BAD = {
     BASE + "  a: 3": "grid.yaml: run a: a must hold settings, `name: value`, found 3",
     BASE + "  a: {rule: hebb}": "grid.yaml: run a: rule='hebb' is not known; choose one of decay, gated",
     BASE + "  a: {m: 0}": "grid.yaml: run a: m must be between 1 and 65,536, found 0",
-    BASE + "  a: {rule: decay, normalize: sum}": "run a: rule='decay', m=32, feature_map='none', normalize='sum'",
+    BASE + "  a: {rule: decay, normalize: sum}": "run a: rule='decay', normalize='sum' is not defined",
     BASE + "  a: {rule: add}\n  a: {rule: delta}": "line 4: a is given twice",
     BASE + "  a: {rule: add, seeds: [0, 1]}\n  a_seed1: {rule: add}": "run a_seed1: two runs have this name",
     BASE + "  a/b: {}": "grid.yaml: run a/b: its name must be a folder's: letters, digits",

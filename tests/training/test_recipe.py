@@ -110,11 +110,14 @@ def test_steps_and_rows_follow_tokens_and_lengths() -> None:
         ("stages: [{window_dropout: half}]", "stages[0].window_dropout must be a number, found 'half'"),
         (
             "stages: [{loss: distill, recall: 0.2, length: 32}]",
-            "distill.recall=0.2: length must be at least 64 tokens, found 32",
+            "distill.recall=0.2: distill.length must be at least 64, found 32",
         ),
         ("stages: [{length: 1}]", "stages[0].length must be at least 2, found 1"),
-        ("stages: [{length: 500}]", "batch_tokens must be a multiple of the sequence length, found 16384 and 500"),
-        ("batch_tokens: 500", "batch_tokens must be a multiple of the sequence length, found 500 and 512"),
+        (
+            "stages: [{length: 500}]",
+            "batch_tokens must be a multiple of the sequence length, found 16384 and finetune.length=500",
+        ),
+        ("batch_tokens: 500", "batch_tokens must be a multiple of the sequence length, found 500 and length=512"),
         ("stages: []", "stages must name at least one stage"),
         ("stages: {loss: distill}", "stages must be a list of settings, found {'loss': 'distill'}"),
         ("stages: [distill]", "stages must be a list of settings, found ['distill']"),
