@@ -64,7 +64,8 @@ def _operations(part: dict[str, Any], others: list[dict[str, Any]]) -> list[list
 
 def _times(row: dict[str, Any], way: str) -> str:
     keys = [f"{way}forward ms", f"{way}forward+backward ms"]
-    return ", ".join(f"{row[key]:.3f}" for key in keys) if keys[1] in row else "–"
+    times = [row.get(key) for key in keys]  # an error in place of a time is a dictionary
+    return ", ".join(f"{time:.3f}" for time in times) if all(isinstance(time, float) for time in times) else "–"
 
 
 def _peak(row: dict[str, Any]) -> str:

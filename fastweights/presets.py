@@ -17,7 +17,7 @@ PRESET_HELP = (
 # Window and sinks together fill a tile of the engine's kernel, whose size is a power of two.
 WINDOW, SINKS = 124, 4
 GATE_RANK = 32
-# The widest state that the GPU kernels take.
+# The widest state that the GPU kernels take: ops.WIDEST_M, whose import would load torch.
 WIDEST_M = 128
 
 

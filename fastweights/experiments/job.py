@@ -187,7 +187,7 @@ class Job:
             result.write(self.result)
         return result
 
-    def measure(self) -> list[str]:
+    def measure_arguments(self) -> list[str]:
         """The arguments of the program that measures the trained model and writes the result."""
         setup = self.setup
         arguments = ["measure-run", str(self.training), str(self.result), self.name, "--tests", json.dumps(setup.tests)]

@@ -256,7 +256,7 @@ class _Runner:
         else:
             self.display.print(f"{job.name}: trained, measuring it on {', '.join(job.setup.measures)}")
             self.measured.add(job)
-            self._launch(job, job.measure())
+            self._launch(job, job.measure_arguments())
 
     def _end(self, job: Job, reason: str) -> None:
         reason = reason or self._attempt(job, job.finish)

@@ -184,7 +184,6 @@ class _ActiveStage:
     unread: Steps that were made and are not in the log and the progress yet.
     """
 
-    stage: Stage
     runner: StepRunner
     watch: DivergenceWatch
     lora: Any
@@ -470,7 +469,7 @@ class Trainer:
             steps_before=self.progress.step - self.progress.stage_step,
             announce=self.display.print,
         )
-        return _ActiveStage(stage, runner, watch, lora)
+        return _ActiveStage(runner, watch, lora)
 
     def _fit_outputs(self, stage: Stage, batches: PackedBatches) -> None:
         """Fit the new layers on the first batches: all of their rows in every process, for equal results."""
@@ -508,7 +507,7 @@ class Trainer:
         return loss
 
     def _train_stage(self, active: _ActiveStage) -> None:
-        recipe, progress, stage = self.recipe, self.progress, active.stage
+        recipe, progress, stage = self.recipe, self.progress, active.runner.stage
         steps, first = recipe.steps_of(stage), progress.stage_step
         spent = progress.stage_seconds[progress.stage] if progress.stage < len(progress.stage_seconds) else 0.0
         active.started = time.perf_counter() - spent

@@ -39,7 +39,7 @@ def teacher_attention(family: str, batch: dict[str, Tensor]) -> list[Tensor]:
         return list(run_model(teacher, batch, output_attentions=True).attentions)
 
 
-def mean_distance(attention: Tensor, batch: dict[str, Tensor], window: int, group: int) -> Tensor:
+def mean_distance(attention: Tensor, batch: dict[str, Tensor], window: int, group: int, first: int) -> Tensor:
     """Written as loops over rows, heads and pairs of tokens."""
     heads, length = attention.shape[1], attention.shape[2]
     sums = torch.zeros(heads // group, 2, dtype=torch.float64)
@@ -47,7 +47,7 @@ def mean_distance(attention: Tensor, batch: dict[str, Tensor], window: int, grou
         for head in range(heads):
             for i in range(length):
                 for j in range(i + 1 - window):
-                    if places[j] >= FIRST_TOKENS:
+                    if places[j] >= first:
                         distance = i - j if window == 0 else i - window + 1 - j
                         sums[head // group] += torch.stack([row[head, i, j] * distance, row[head, i, j]])
     return torch.where(sums[:, 1] > 0, sums[:, 0] / sums[:, 1], 0.0)
@@ -59,16 +59,15 @@ def test_distances_equal_those_of_the_teachers_own_attention(family: str, monkey
     monkeypatch.setattr(attention_distance, "BLOCK_WEIGHTS", 16 * 4 * LENGTH)
     batch = batch_of(tokens(2, LENGTH), STARTS)
     expected = teacher_attention(family, batch)
-    for window, heads in ((0, "query"), (5, "kv")):
-        student = converted(family, window=window, state_heads=heads)
+    for window, heads, sinks, first in ((0, "query", 0, FIRST_TOKENS), (5, "kv", 2, FIRST_TOKENS), (8, "query", 6, 6)):
+        student = converted(family, window=window, state_heads=heads, sinks=sinks)
         found = attention_distances(converted_layers(student), pretrained(family), [batch])
         shape = converted_layers(student)[0].shape
         group = shape.heads // shape.kv_heads if heads == "kv" else 1
         assert len(found) == 2
         for index, distances in found.items():
-            assert_close(
-                f"layer {index}, window {window}", distances, mean_distance(expected[index], batch, window, group), 1e-4
-            )
+            truth = mean_distance(expected[index], batch, window, group, first)
+            assert_close(f"layer {index}, window {window}", distances, truth, 1e-4)
 
 
 def test_distances_of_several_batches_are_those_of_all_rows_together() -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import random
 import re
 import shutil
 import signal
@@ -27,6 +28,7 @@ from helpers.training import (
     LENGTH,
     PEAK,
     STEP,
+    WORDS,
     Files,
     assert_only_retained_checkpoints,
     assert_same_run,
@@ -657,6 +659,20 @@ def test_every_phase_is_shown(files: Files, tmp_path: Path, terminal: bool, monk
     phases = ("loading the model converted", "loading the teacher", "measuring the base model", "fitting", "validating")
     assert all(phase in shown.getvalue() for phase in phases)
     assert ("saving a checkpoint" in shown.getvalue()) == terminal
+
+
+@pytest.mark.parametrize(("length", "noticed"), [(5, True), (200, False)])
+def test_recall_that_changes_nothing_is_noticed(files: Files, tmp_path: Path, length: int, noticed: bool) -> None:
+    """The words of a document are random, so that only its length matters."""
+    draw, text, said = random.Random(0), tmp_path / "text.txt", []
+    documents = (" ".join(draw.choice(WORDS) for _ in range(length)) for _ in range(4000 // length))
+    text.write_text("\n<|endoftext|>\n".join(documents))
+    display = Display(enabled=False)
+    display.print = said.append  # type: ignore[method-assign]
+    stage = FINETUNE[0] | {"recall": 1.0, "tokens": 4 * 64}
+    config = make_train_config(files, make_recipe((stage,), length=64, batch_tokens=256), data=str(text))
+    train(config, tmp_path / "run", display=display)
+    assert any("finetune.recall=1" in line for line in said) == noticed
 
 
 def test_disabled_display_prints_nothing(files: Files, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
