@@ -33,10 +33,10 @@ def test_paper_is_the_default_of_the_settings() -> None:
     assert preset_config("paper", 48, 32, rule="delta", m=8) == FastWeightsConfig(rule="delta", m=8)
 
 
-@pytest.mark.parametrize("window", [1, SINKS])
-def test_window_too_small_for_sinks_keeps_the_other_settings(window: int) -> None:
+@pytest.mark.parametrize(("window", "sinks"), [(1, 0), (SINKS, 0), (SINKS + 1, SINKS)])
+def test_window_too_small_for_sinks_keeps_the_other_settings(window: int, sinks: int) -> None:
     config = preset_config("recommended", 48, 32, window=window)
-    assert (config.window, config.sinks, config.mix, config.projections) == (window, 0, "token", "shared")
+    assert (config.window, config.sinks, config.mix, config.projections) == (window, sinks, "token", "shared")
 
 
 def test_delta_shares_projections_unless_it_is_given_a_map() -> None:
