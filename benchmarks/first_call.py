@@ -1,5 +1,5 @@
-"""How much longer the first forward and backward of decay take than the second in a new process, and how many kernels
-are compiled for it. Prints JSON.
+"""How much longer the first forward and backward of each operation take than the second in a new process, and how many
+kernels are compiled for it. Prints JSON.
 
 TRITON_CACHE_DIR=EMPTY_FOLDER python benchmarks/first_call.py cuda triton
 """
@@ -16,15 +16,17 @@ from measure import synchronize
 
 from fastweights import ops
 
-CASES = {"m 32, d 64": (32, 64), "m 48, d 80": (48, 80)}
+# rule, dtype, m, d
+CASES = [("decay", "bfloat16", 32, 64), ("decay", "bfloat16", 48, 80)]
+CASES += [(rule, dtype, 64, 64) for rule in ("gated_delta", "delta", "decay") for dtype in ("bfloat16", "float32")]
 
 
-def seconds_of_a_call(m: int, d: int, device: str, backend: str) -> float:
-    inputs, _ = op_inputs("decay", m, Shape(8, 512, 12, d, 1, 1), torch.bfloat16, 2.0, device)
+def seconds_of_a_call(rule: str, dtype: str, m: int, d: int, device: str, backend: str) -> float:
+    inputs, _ = op_inputs(rule, m, Shape(8, 512, 12, d, 1, 1), getattr(torch, dtype), 2.0, device)
     tensors = [x.requires_grad_() for name, x in inputs.items() if name != "state"]
     synchronize(device)
     started = time.perf_counter()
-    y, _ = ops.decay(*tensors, backend=backend)
+    y, _ = getattr(ops, rule)(*tensors, backend=backend)
     torch.autograd.grad(y, tensors, torch.ones_like(y))
     synchronize(device)
     return time.perf_counter() - started
@@ -44,9 +46,10 @@ def main() -> None:
     warm = torch.ones(8, 8, device=device, requires_grad=True)
     (warm @ warm).sum().backward()
     found = {}
-    for name, (m, d) in CASES.items():
+    for rule, dtype, m, d in CASES:
         compiled.clear()
-        first, second = (seconds_of_a_call(m, d, device, backend) for _ in range(2))
+        name = f"{rule}, {dtype}, m {m}, d {d}"
+        first, second = (seconds_of_a_call(rule, dtype, m, d, device, backend) for _ in range(2))
         found[name] = {"first seconds": first, "second seconds": second, "waited seconds": first - second}
         found[name]["kernels"] = len(compiled)
     print(json.dumps(found))

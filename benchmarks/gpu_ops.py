@@ -274,7 +274,8 @@ def profile(shape: Shape, settings: Settings) -> list[dict[str, Any]]:
 
 
 def first_call(settings: Settings) -> Iterator[dict[str, Any]]:
-    """Seconds that a new process with nothing compiled waits for its first call, and for a new shape."""
+    """Seconds that a new process with nothing compiled waits for its first call, for a new shape, and for other rules
+    and dtypes."""
     script = Path(__file__).with_name("first_call.py")
     with tempfile.TemporaryDirectory() as empty:
         done = subprocess.run(

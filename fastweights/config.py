@@ -4,7 +4,7 @@ descriptions as help."""
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from numbers import Integral, Real
 from typing import Any, get_type_hints
 
@@ -33,6 +33,8 @@ ABLATIONS = (LINEAR_GATES, GATED_WRITE, PRETRAINED_VALUES, f"{GATED_WRITE}+{PRET
 FORGETTING_RULES = ("decay", "gated", "gated_delta")
 UNIT_RULES = ("delta", "gated_delta")
 RULES_WITHOUT_GATES = ("add", LOCAL, "linformer")
+# Settings that name layers.
+LAYER_LISTS = ("layers", "wide_layers")
 # Bounded memories of m slots, each with a key and a value, which softmax attention reads.
 SLOT_RULES = ("abc", "linformer")
 
@@ -99,6 +101,17 @@ class FastWeightsConfig:
         ge=0,
         le=LARGEST_WINDOW,
     )
+    wide_window: int = setting(
+        0,
+        "Tokens in the window of the layers in wide_layers, more than in window; 0 for no such layers.",
+        ge=0,
+        le=LARGEST_WINDOW,
+    )
+    wide_layers: tuple[int, ...] | None = setting(
+        None,
+        "Converted layers with the window wide_window, counted from 0. By default one layer in six: those whose heads "
+        "attend most to what followed an earlier occurrence of the token, measured on repeated random tokens.",
+    )
     mix: str = setting(
         "constant",
         "The window's share in its mix with the state: constant (a number for each head), or token (for each head and "
@@ -151,12 +164,15 @@ class FastWeightsConfig:
     seed: int = setting(0, "Seed for the initialization of new parameters.", ge=0, le=LARGEST_SEED)
 
     def __post_init__(self) -> None:
-        if isinstance(self.layers, list):
-            object.__setattr__(self, "layers", tuple(self.layers))
+        for name in LAYER_LISTS:
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
         check_settings(self, ConfigError)
         self._resolve_defaults()
-        self._check_layers()
+        for name in LAYER_LISTS:
+            self._check_layers(name)
         self._check_window()
+        self._check_wide_window()
         self._check_combination()
         self._check_sharing()
         self._check_gate_rank()
@@ -239,14 +255,27 @@ class FastWeightsConfig:
             reason = f"={self.ablation!r} is of the {rule} rule with uniform gates{also}, found "
             raise ConfigError(Argument("ablation"), reason, *found)
 
-    def _check_layers(self) -> None:
-        if self.layers is None:
+    def _check_layers(self, name: str) -> None:
+        layers = getattr(self, name)
+        if layers is None:
             return
-        if any(layer < 0 for layer in self.layers):
-            raise ConfigError(Argument("layers"), f" must be layer numbers from 0 up, found {self.layers!r}")
-        if not self.layers or len(set(self.layers)) != len(self.layers):
-            found = f"found {self.layers!r}"
-            raise ConfigError(Argument("layers"), f" must name at least one layer and each only once, {found}")
+        if any(layer < 0 for layer in layers):
+            raise ConfigError(Argument(name), f" must be layer numbers from 0 up, found {layers!r}")
+        if not layers or len(set(layers)) != len(layers):
+            raise ConfigError(Argument(name), f" must name at least one layer and each only once, found {layers!r}")
+
+    def _check_wide_window(self) -> None:
+        wide, layers = Argument("wide_window"), Argument("wide_layers")
+        if not self.wide_window:
+            if self.wide_layers is not None:
+                raise ConfigError(layers, f"={self.wide_layers!r} needs ", wide, ", their window, found 0")
+            return
+        if not 0 < int(self.window or 0) < self.wide_window:
+            found = (f", found {self.wide_window} and ", Argument("window"), f"={self.window}")
+            raise ConfigError(wide, " must be larger than ", Argument("window"), ", which must not be 0", *found)
+        attention = [layer for layer in self.wide_layers or () if not self.converts(layer)]
+        if attention:
+            raise ConfigError(layers, f"={attention} remain attention: name layers that are converted")
 
     def _check_combination(self) -> None:
         """Each case has the settings that are in conflict, whether they are, and why."""
@@ -377,9 +406,17 @@ class FastWeightsConfig:
         """Whether the layer with this index is converted."""
         return self.layers is None or layer_index in self.layers
 
+    def of_layer(self, layer_index: int) -> FastWeightsConfig:
+        """The settings of one layer: with the window that it has, and without `wide_window` and `wide_layers`."""
+        if not self.wide_window:
+            return self
+        window = self.wide_window if layer_index in (self.wide_layers or ()) else self.window
+        return replace(self, window=window, wide_window=0, wide_layers=None)
+
     def to_dict(self) -> dict[str, Any]:
         """The settings as JSON values. `from_dict` reverses it."""
-        return asdict(self) | {"layers": None if self.layers is None else list(self.layers)}
+        lists = {name: getattr(self, name) for name in LAYER_LISTS}
+        return asdict(self) | {name: None if layers is None else list(layers) for name, layers in lists.items()}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> FastWeightsConfig:

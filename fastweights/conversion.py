@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from fastweights.config import ConfigError, FastWeightsConfig
+from fastweights.config import LAYER_LISTS, ConfigError, FastWeightsConfig
+from fastweights.modeling.attention_weights import wide_layers
 from fastweights.modeling.classes import CLASSES, FastWeightsMixin, keep_softcap, new_layer, use_converted_classes
 from fastweights.modeling.families import Family, family_of
 from fastweights.modeling.layer import FastWeightsAttention
@@ -35,6 +37,8 @@ def convert(model: Any, config: FastWeightsConfig | None = None) -> Any:
     check_layers(config, len(blocks))
     if getattr(model.config, "add_cross_attention", False):
         raise ConfigError("a model with cross-attention (add_cross_attention=True) cannot be converted")
+    if config.wide_window and config.wide_layers is None:
+        config = _with_wide_layers(model, config)
     new = {
         i: _new_layer(family, block, model.config, config, i) for i, block in enumerate(blocks) if config.converts(i)
     }
@@ -51,6 +55,20 @@ def convert(model: Any, config: FastWeightsConfig | None = None) -> Any:
     # An adapter names the folder of the model it belongs to, and that of the base would be wrong.
     model.name_or_path = model.config.name_or_path = ""
     return model
+
+
+def _with_wide_layers(model: Any, config: FastWeightsConfig) -> FastWeightsConfig:
+    """The config with the layers that get the wide window. Those that attend to less than that already do not count."""
+    family, candidates = _pretrained_family(model), []
+    for index, block in enumerate(family.blocks(model)):
+        attention = family.attention_of(block)
+        _check_weights(attention, index)
+        own = family.shape(attention, model.config).sliding_window
+        if config.converts(index) and (own is None or own > int(config.window or 0)):
+            candidates.append(index)
+    if not candidates:
+        return replace(config, wide_window=0)
+    return replace(config, wide_layers=wide_layers(model, candidates))
 
 
 def attention_sizes(model: Any) -> tuple[int, int]:
@@ -86,12 +104,12 @@ def drop_gguf_quantizer(model: Any) -> None:
 
 
 def check_layers(config: FastWeightsConfig, count: int) -> None:
-    """Raise ConfigError if `config.layers` names a layer that does not exist."""
-    beyond = [i for i in config.layers or () if i >= count]
-    if beyond:
-        raise ConfigError(
-            Argument("layers"), f"={beyond} do not exist: the model has {count} layers, numbered 0 to {count - 1}"
-        )
+    """Raise ConfigError if the config names a layer that does not exist."""
+    for name in LAYER_LISTS:
+        beyond = [i for i in getattr(config, name) or () if i >= count]
+        if beyond:
+            numbered = f"the model has {count} layers, numbered 0 to {count - 1}"
+            raise ConfigError(Argument(name), f"={beyond} do not exist: {numbered}")
 
 
 def _new_layer(
@@ -99,7 +117,14 @@ def _new_layer(
 ) -> FastWeightsAttention:
     """The converted layer of a block, on the device and in the dtype of the old one."""
     old = family.attention_of(block)
-    like = next(old.parameters(), None)
+    like = _check_weights(old, index)
+    layer = new_layer(family, old, model_config, config, index)
+    return layer.to(device=like.device, dtype=like.dtype).train(old.training)
+
+
+def _check_weights(attention: nn.Module, index: int) -> nn.Parameter:
+    """A parameter of a layer's attention. Raises ConfigError if its weights cannot be read."""
+    like = next(attention.parameters(), None)
     if like is None or not like.is_floating_point():
         found = "packed" if like is None else like.dtype
         raise ConfigError(
@@ -109,8 +134,7 @@ def _new_layer(
         raise ConfigError(
             f"the weights of layer {index} are not in memory (offloaded): load the model without offloading"
         )
-    layer = new_layer(family, old, model_config, config, index)
-    return layer.to(device=like.device, dtype=like.dtype).train(old.training)
+    return like
 
 
 # Modules of a converted layer that are new, and norms. They are small, so LoRA trains and saves them completely.

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 import typer
 from typer.models import ArgumentInfo
 
-from fastweights.config import ConfigError, FastWeightsConfig
+from fastweights.config import LAYER_LISTS, ConfigError, FastWeightsConfig
 from fastweights.model_paths import display_name
 from fastweights.training.recipe import Recipe, RecipeError, Stage
 from fastweights.utils.errors import Argument, Call, FastWeightsError, Stopped, error_context
@@ -130,7 +130,8 @@ def takes_settings(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(**arguments: Any) -> None:
         values = {f.name: arguments.pop(f.name) for f in options}
-        values["layers"] = None if values["layers"] is None else parse_layers(values["layers"])
+        for name in LAYER_LISTS:
+            values[name] = None if values[name] is None else parse_layers(values[name], name)
         command(settings={name: value for name, value in values.items() if value is not None}, **arguments)
 
     own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "settings"]
@@ -139,7 +140,7 @@ def takes_settings(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _option(setting: Field) -> inspect.Parameter:
-    is_list = setting.name == "layers"
+    is_list = setting.name in LAYER_LISTS
     help = FastWeightsConfig.help(setting.name) + (" For example 0,2,5-7." if is_list else "")
     kind: Any = str | None if is_list else FastWeightsConfig.type_of(setting.name)
     annotation = Annotated[kind | None, typer.Option(help=help)]
@@ -265,15 +266,15 @@ def parse_numbers(flag: str, text: str) -> list[int]:
         raise UsageError(f"{flag} takes whole numbers such as 0,480, found {text!r}") from error
 
 
-def parse_layers(text: str) -> tuple[int, ...]:
-    """The layer numbers in a list such as 0,2,5-7."""
+def parse_layers(text: str, name: str = "layers") -> tuple[int, ...]:
+    """The layer numbers in a list such as 0,2,5-7, the value of the setting `name`."""
     layers: list[int] = []
     for part in text.split(","):
         ends = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
         numbers = range(int(ends[1]), int(ends[2] or ends[1]) + 1) if ends else range(0)
         if not numbers or numbers[-1] > LARGEST_LAYER:
             expected = " must be numbers and ranges from low to high such as 0,2,5-7"
-            raise ConfigError(Argument("layers"), f"{expected}, found {text!r}")
+            raise ConfigError(Argument(name), f"{expected}, found {text!r}")
         layers.extend(numbers)
     return tuple(layers)
 

@@ -58,12 +58,19 @@ def restored(student: Any, teacher: Any, layers: Collection[int]) -> Iterator[No
     try:
         for index in layers:
             setattr(blocks[index], family.attention, family.attention_of(bases[index]))
-        student.config.fastweights = settings | {"layers": sorted(converted_layers(student))}
+        student.config.fastweights = _settings_of(settings, sorted(converted_layers(student)))
         yield
     finally:
         student.config.fastweights = settings
         for index, attention in before.items():
             setattr(blocks[index], family.attention, attention)
+
+
+def _settings_of(settings: dict[str, Any], converted: list[int]) -> dict[str, Any]:
+    """A model's settings with fewer converted layers."""
+    wide = [layer for layer in settings.get("wide_layers") or () if layer in converted]
+    without_wide = {} if wide else {"wide_window": 0}
+    return settings | {"layers": converted, "wide_layers": wide or None} | without_wide
 
 
 def rank_layers(

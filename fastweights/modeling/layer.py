@@ -379,7 +379,7 @@ class FastWeightsAttention(nn.Module):
 
     Args:
         shape: sizes of the pretrained attention.
-        config: the settings of the conversion.
+        config: the settings of the conversion; the layer's own, `config.of_layer(layer_index)`, are its attribute.
         layer_index: index of the layer in the model, and of its state in the cache.
 
     Raises:
@@ -389,6 +389,7 @@ class FastWeightsAttention(nn.Module):
     def __init__(self, shape: AttentionShape, config: FastWeightsConfig, layer_index: int) -> None:
         super().__init__()
         check_sizes(shape, config)
+        config = config.of_layer(layer_index)
         self.shape, self.config, self.layer_idx = shape, config, layer_index
         self.rule = None if config.rule == LOCAL else RecurrentAttention(shape, config)
         self.window = LocalAttention(shape, shape.window(config), config.sinks) if config.window else None

@@ -38,6 +38,7 @@ _MAX_LAYERS, _MAX_LABELS = 1000, 1_000_000
 _LIMITS = dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), _MAX_LAYERS) | {
     "num_labels": _MAX_LABELS,
     "window": 2**20,  # of a converted layer, which caches so many keys and values
+    "wide_window": 2**20,
 }
 # A tensor may hold several quantized elements, and some checkpoints leave out what is tied.
 _ELEMENTS_SLACK, _QUANTIZED_SLACK = 2, 32

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 NOT_IN_LAYOUT = ("positions", "seed", "train_length", "projection_init")
 # Settings that earlier versions did not have, at what those versions did: states of such models still load.
 AS_BEFORE = {"mix": "constant", "sinks": 0, "projections": "own", "gate_rank": None, "ablation": None}
+AS_BEFORE |= {"wide_window": 0, "wide_layers": None}
 FILE_KIND = "fastweights-state-1"
 # Metadata of a state file. Files of earlier versions have no checksum.
 KIND, MODEL, CHECKSUM = "kind", "model", "sha256"

@@ -192,16 +192,26 @@ def step_kernel(
 
 
 # The most elements of a window's keys that one program can hold together with as many values, and the bytes of shared
-# memory that a key and a value element need together on their way to the tensor cores, in float32.
-WINDOW_TILE, WINDOW_BYTES = 2**14, 9
+# memory that a key and a value element need together on their way to the tensor cores, in float32. The least tokens
+# that tensor cores multiply.
+WINDOW_TILE, WINDOW_BYTES, LEAST_TOKENS = 2**14, 9, 16
 
 
-def has_window_kernel(width: int, d: int, device: torch.device) -> bool:
-    """Whether ring buffers of `width` tokens and heads of d fit into one program on this device."""
+def window_tile(width: int, d: int, device: torch.device) -> int:
+    """How many tokens of ring buffers of `width` tokens, with heads of d, one program holds at once on this device.
+    0: not even the least that it could multiply."""
     from triton import next_power_of_2
 
-    tile = max(16, next_power_of_2(width)) * max(16, next_power_of_2(d))
-    return tile <= WINDOW_TILE and WINDOW_BYTES * tile <= shared_bytes(device)
+    block_d = max(16, next_power_of_2(d))
+    most = min(WINDOW_TILE, shared_bytes(device) // WINDOW_BYTES) // block_d
+    if most < LEAST_TOKENS:
+        return 0
+    return min(max(LEAST_TOKENS, next_power_of_2(width)), 1 << (most.bit_length() - 1))
+
+
+def has_window_kernel(d: int, device: torch.device) -> bool:
+    """Whether the window's kernel can handle heads of d on this device."""
+    return window_tile(1, d, device) > 0
 
 
 def window_kernel(
@@ -243,7 +253,7 @@ def window_kernel(
     (batch, states, width, d), group = keys.shape, q.shape[1] // keys.shape[1]
     cos, sin, pairs = rotary or (y, y, y)
     mix_logit = y if mix_logit is None else mix_logit
-    block_d, block_w = (max(16, next_power_of_2(n)) for n in (d, width))
+    block_d, block_w = max(16, next_power_of_2(d)), window_tile(width, d, y.device)
     with torch.cuda.device_of(y):
         kernel[(batch * states,)](
             keys,

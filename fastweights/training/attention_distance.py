@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastweights.modeling.families import family_of
-from fastweights.modeling.initialization import attention_projections
+from fastweights.modeling.attention_weights import attention_weights, queries_and_keys
 from fastweights.modeling.layer import AttentionShape, FastWeightsAttention
 from fastweights.training.losses import Batch, CapturedAttention, capture_attention, sequence_info
 
@@ -58,16 +57,11 @@ def _layer_sums(
     layer: FastWeightsAttention, teacher: Any, index: int, captured: CapturedAttention, batch: Batch
 ) -> Tensor:
     """far_attention of one layer of the teacher: its queries and keys, computed again from the layer's input."""
-    family = family_of(teacher)
-    attention: Any = family.attention_of(family.blocks(teacher)[index])
-    shape = family.shape(attention, teacher.config)
     keywords = captured.keywords
-    x = (captured.arguments[0] if captured.arguments else keywords["hidden_states"]).float()
-    projections = attention_projections(family.weights(attention, shape), shape).to(x.device)
-    with torch.autocast(x.device.type, enabled=False):
-        q, k, _ = projections(x, keywords.get("position_embeddings"))
-        starts = sequence_info(batch).reset
-        return far_attention(q, k, shape, starts, shape.window(layer.config), max(FIRST_TOKENS, layer.config.sinks))
+    x = captured.arguments[0] if captured.arguments else keywords["hidden_states"]
+    q, k, shape = queries_and_keys(teacher, index, x, keywords.get("position_embeddings"))
+    starts = sequence_info(batch).reset
+    return far_attention(q, k, shape, starts, shape.window(layer.config), max(FIRST_TOKENS, layer.config.sinks))
 
 
 def far_attention(
@@ -93,16 +87,9 @@ def far_attention(
     for queries, keys, row_starts in zip(q, k, starts, strict=True):
         place = columns - torch.where(row_starts, columns, 0).cummax(0).values
         for rows in columns.split(size):
-            seen = columns[: int(rows[-1]) + 1]
+            weights = attention_weights(queries, keys, shape, rows, place)
+            seen = columns[: weights.shape[-1]]
             distance = rows[:, None] - seen
-            visible = (distance >= 0) & (distance <= place[rows, None])
-            if shape.sliding_window is not None:
-                visible &= distance < shape.sliding_window
-            block = queries[rows].unflatten(1, (shape.kv_heads, -1))
-            logits = torch.einsum("ihgd,jhd->hgij", block, keys[seen]).flatten(0, 1)
-            if shape.softcap is not None:
-                logits = shape.softcap * torch.tanh(logits / shape.softcap)
-            weights = logits.masked_fill(~visible, float("-inf")).softmax(-1)
             far = weights * ((distance >= window) & (place[seen] >= first))
             beyond = far * (distance - max(window - 1, 0))
             sums += torch.stack([x.sum((1, 2), dtype=torch.float64) for x in (beyond, far)])

@@ -19,6 +19,7 @@ SETTINGS = [
     dict(rule="gated_delta", m=8, window=4, sinks=2, mix="token", projections="shared", gate_rank=3),
     dict(rule="decay", m=8, gate_init="log", window=3, projections="shared", state_heads="kv", gate_rank=5),
     dict(rule="add", m=8, window=3, projections="shared"),
+    dict(rule="gated_delta", m=8, window=3, sinks=2, wide_window=9, mix="token", projections="shared", gate_rank=3),
     dict(rule="local", window=4),
     dict(rule="abc", m=5, window=3, projections="shared", state_heads="kv", gate_rank=3),
     dict(rule="linformer", m=6, train_length=8),

@@ -52,6 +52,8 @@ OPTIONS = [
     dict(rule="local", window=1),
     dict(rule="local", window=50),
     dict(rule="local", window=6, sinks=2),
+    dict(rule="local", window=4, sinks=1, wide_window=20),
+    dict(rule="gated_delta", m=HEAD_DIM, window=3, sinks=2, wide_window=11, mix="token", projections="shared"),
 ]
 PLACES = [dict(family=family, hybrid=hybrid) for family in CONFIGS for hybrid in (False, True)]
 
@@ -248,7 +250,7 @@ def test_product_has_every_combination_the_config_accepts() -> None:
     assert by_rule.pop("abc") == by_rule.pop("linformer") == by_rule.pop("local") == 1
     assert by_rule == {"decay": 6, "gated": 20, "delta": 26, "gated_delta": 16, "add": 20}
     assert len(CONFIGS) == 10 and VOCAB > 2
-    assert {name: len(matrix) for name, matrix in MATRICES.items()} == {"settings": 1820, "options": 340, "beams": 140}
+    assert {name: len(matrix) for name, matrix in MATRICES.items()} == {"settings": 1820, "options": 380, "beams": 140}
 
 
 @pytest.mark.parametrize("matrix", MATRICES)

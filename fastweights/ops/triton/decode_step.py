@@ -166,6 +166,39 @@ def step_kernel(
 
 
 @triton.jit
+def _add_tokens(
+    top,
+    total,
+    near,
+    query,
+    keys,
+    values,
+    valid,
+    is_new,
+    key,
+    value,
+    SOFTCAP: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add tokens of a ring buffer to a running softmax: its largest logits, its sum, and y before the division.
+
+    The buffer may have been read before the new token was written, so its key and value are inserted where `is_new`.
+    """
+    keys = tl.where(is_new[:, None], key[None, :], keys)
+    values = tl.where(is_new[:, None], value[None, :], values)
+    logits = matmul(query, tl.trans(keys), OPERAND, PRECISION)
+    if SOFTCAP > 0:
+        logits = SOFTCAP * (2 * tl.sigmoid(2 * logits / SOFTCAP) - 1)  # softcap * tanh(logits / softcap)
+    logits = tl.where(valid[None, :], logits, float("-inf"))
+    # Never -inf: the first token of the first tile is valid in every step.
+    new_top = tl.maximum(top, tl.max(logits, 1))
+    weights, decay = tl.exp(logits - new_top[:, None]), tl.exp(top - new_top)
+    near = near * decay[:, None] + matmul(weights, values, OPERAND, PRECISION)
+    return new_top, total * decay + tl.sum(weights, 1), near
+
+
+@triton.jit
 def window_kernel(
     keys,
     values,
@@ -201,9 +234,9 @@ def window_kernel(
 ):
     """Add one token to a window's ring buffers and attend to the tokens they hold.
 
-    Grid: (B*S,). One program loads the ring buffers of one key-value head (keys and values [n+w,d]) and handles all
-    queries of its group, so the buffers are read once. MIXED: y = rule_output + share * (window - rule_output), with
-    share = sigmoid(mix_logit).
+    Grid: (B*S,). One program reads the ring buffers of one key-value head (keys and values [n+w,d]), BLOCK_W tokens at
+    a time, and handles all queries of its group, so the buffers are read once. MIXED: y = rule_output + share *
+    (window - rule_output), with share = sigmoid(mix_logit).
     """
     batch = tl.program_id(0) // STATES
     head = tl.program_id(0) % STATES
@@ -227,9 +260,6 @@ def window_kernel(
     value = tl.load(v + batch * v_stride + head * D + i, i < D, 0.0)
     tl.store(keys + ring + slot * D + i, key, i < D)
     tl.store(values + ring + slot * D + i, value, i < D)
-    # The tile was loaded before the new token was known, so the token is inserted here too.
-    key_tile = tl.where((w == slot)[:, None], key[None, :], key_tile)
-    value_tile = tl.where((w == slot)[:, None], value[None, :], value_tile)
     # The group is padded to BLOCK_G >= 16 rows, the least that tensor cores multiply.
     query_head = head * GROUP + g
     heads = (g < GROUP)[:, None] & (i < D)[None, :]
@@ -239,12 +269,22 @@ def window_kernel(
         partner = at + tl.where(first, ROTARY_PAIRS, -ROTARY_PAIRS)[None, :]
         partner = tl.load(q + batch * q_stride + partner, heads & (i < 2 * ROTARY_PAIRS)[None, :], 0.0).to(tl.float32)
         query = query * c[None, :] + tl.where(first[None, :], -partner, partner) * s[None, :]
-    logits = matmul(query, tl.trans(key_tile), OPERAND, PRECISION)
-    if SOFTCAP > 0:
-        logits = SOFTCAP * (2 * tl.sigmoid(2 * logits / SOFTCAP) - 1)  # softcap * tanh(logits / softcap)
-    logits = tl.where(valid[None, :], logits, float("-inf"))
-    weights = tl.exp(logits - tl.max(logits, 1)[:, None])
-    near = matmul(weights / tl.sum(weights, 1)[:, None], value_tile, OPERAND, PRECISION)
+    top, total = tl.full([BLOCK_G], float("-inf"), tl.float32), tl.zeros([BLOCK_G], tl.float32)
+    near = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    top, total, near = _add_tokens(
+        top, total, near, query, key_tile, value_tile, valid, w == slot, key, value, SOFTCAP, OPERAND, PRECISION
+    )
+    for tile in range(1, (WIDTH + BLOCK_W - 1) // BLOCK_W):
+        w = tile * BLOCK_W + tl.arange(0, BLOCK_W)
+        valid = (w < WIDTH) & (w <= position)
+        tokens = ring + w[:, None] * D + i[None, :]
+        inside = valid[:, None] & (i < D)[None, :]
+        key_tile = tl.load(keys + tokens, inside, 0.0)
+        value_tile = tl.load(values + tokens, inside, 0.0)
+        top, total, near = _add_tokens(
+            top, total, near, query, key_tile, value_tile, valid, w == slot, key, value, SOFTCAP, OPERAND, PRECISION
+        )
+    near = near / total[:, None]
     at += batch * (STATES * GROUP * D)
     if MIXED:
         from_rule = tl.load(rule_output + at, heads, 0.0).to(tl.float32)

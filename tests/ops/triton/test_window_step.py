@@ -19,10 +19,10 @@ from torch.nn import functional as F
 from fastweights.decode.model import DecodeModel
 from fastweights.decode.prefill import prefill
 from fastweights.modeling.layer import apply_rotary
-from fastweights.ops.step import WINDOW_TILE, Rotary, can_overlap, has_window_kernel, window_kernel
+from fastweights.ops.step import WINDOW_TILE, Rotary, can_overlap, has_window_kernel, window_kernel, window_tile
 
 pytestmark = [needs_triton, pytest.mark.filterwarnings("ignore")]
-# B, S, G, d, w, pairs, sinks: odd ones, single ones, more queries than a tile's smallest, heads of 64
+# B, S, G, d, w, pairs, sinks: odd ones, single ones, more queries than a tile's smallest, heads of 64, several tiles
 SIZES = [
     (3, 2, 2, 5, 7, 2, 0),
     (5, 2, 2, 5, 7, 2, 3),
@@ -32,6 +32,8 @@ SIZES = [
     (2, 3, 3, 64, 64, 32, 0),
     (2, 3, 3, 64, 60, 32, 4),
     (1, 2, 1, 96, 33, 16, 4),
+    (4, 1, 3, 64, 508, 32, 4),
+    (5, 2, 1, 200, 130, 0, 0),
 ]
 DTYPES = [(torch.float32, 2e-6), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)]
 
@@ -111,12 +113,13 @@ def test_window_step_matches_float64(
         assert_close(name, x[name].cpu()[there], expected[name][there], tolerance)
 
 
-def test_window_kernel_needs_a_window_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_window_tile_fits_into_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cpu")
-    assert all(has_window_kernel(width, d, device) for width, d in ((64, 64), (WINDOW_TILE // 64, 64), (1, 1)))
-    assert not any(has_window_kernel(width, d, device) for width, d in ((WINDOW_TILE // 64 + 1, 64), (64, 257)))
+    sizes = ((1, 1), (64, 64), (200, 64), (WINDOW_TILE // 64, 64), (2**20, 64), (130, 200))
+    assert [window_tile(*size, device) for size in sizes] == [16, 64, 256, 256, 256, 64]
     monkeypatch.setattr("fastweights.ops.step.shared_bytes", lambda _: 99 * 1024)
-    assert has_window_kernel(128, 64, device) and not has_window_kernel(129, 64, device)
+    assert window_tile(508, 64, device) == 128 and window_tile(508, 256, device) == 32
+    assert has_window_kernel(512, device) and not has_window_kernel(513, device)
 
 
 MODELS = [
