@@ -49,6 +49,8 @@ VALID: list[dict[str, Any]] = [
     {"rule": "gated", "ablation": "one_gate"},
     {"rule": "add", "layers": (0, 3, 5), "positions": "clamp", "feature_map": "rfa", "m": 4},
     {"rule": "local", "window": 1},
+    {"rule": "local", "wide_window": 33},
+    {"rule": "gated_delta", "window": 4, "wide_window": 8, "wide_layers": (0, 3), "layers": (0, 2, 3)},
     # no positive map is asked for where the divisor alone is summed: the paper tried it (and it diverged)
     {"rule": "add", "normalize": "attention"},
 ]
@@ -73,6 +75,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"window": 4, "sinks": 4}, r"sinks must be fewer than window, found sinks=4, window=4: "),
     ({"sinks": 1}, r"sinks must be fewer than window, found sinks=1, window=0: "),
     ({"rule": "local", "sinks": 33}, r"sinks must be fewer than window, found sinks=33, window=32: "),
+    ({"wide_window": 8}, r"wide_window must be larger than window, which must not be 0, found 8 and window=0"),
+    ({"window": 8, "wide_window": 8}, r"wide_window must be larger than window, .* found 8 and window=8"),
+    ({"window": 8, "wide_window": -1}, r"wide_window must be between 0 and 1,048,576, found -1"),
+    ({"window": 8, "wide_layers": (1,)}, r"wide_layers=\(1,\) needs wide_window, their window, found 0"),
+    ({"window": 4, "wide_window": 8, "wide_layers": ()}, r"wide_layers must name at least one layer .* found \(\)"),
+    ({"window": 4, "wide_window": 8, "wide_layers": (1, 1)}, r"wide_layers must name .* only once, found \(1, 1\)"),
+    ({"window": 4, "wide_window": 8, "wide_layers": (-1,)}, r"wide_layers must be layer numbers from 0 up"),
+    (
+        {"window": 4, "wide_window": 8, "wide_layers": (0, 1), "layers": (1, 2)},
+        r"wide_layers=\[0\] remain attention: name layers that are converted",
+    ),
     ({"window": 4, "mix": "sum"}, r"mix='sum' is not known; choose one of constant, token"),
     ({"mix": "token"}, r"mix='token' is the window's share .* needs both, found rule='decay', window=0"),
     ({"rule": "local", "mix": "token"}, r"mix='token' .* needs both, found rule='local', window=32"),
@@ -247,3 +260,9 @@ def test_importing_config_imports_neither_torch_nor_huggingface_hub() -> None:
     code = "import sys, fastweights.config; sys.exit(' '.join({'torch', 'huggingface_hub'} & set(sys.modules)) or None)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (found.returncode, found.stderr) == (0, "")
+
+
+def test_settings_of_a_layer_have_its_own_window() -> None:
+    config = FastWeightsConfig(rule="local", window=4, sinks=1, wide_window=9, wide_layers=(1, 3))
+    assert [config.of_layer(layer).window for layer in range(4)] == [4, 9, 4, 9]
+    assert config.of_layer(1) == FastWeightsConfig(rule="local", window=9, sinks=1) == config.of_layer(1).of_layer(0)
