@@ -11,10 +11,12 @@ A comparison's folder:
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,27 @@ from fastweights.utils.errors import Argument
 from fastweights.utils.files import FileLock, LockedError, absolute, make_folder, write_json
 
 MOST_CHANGES = 4
+
+
+class BaseModel:
+    """The model that the runs of a comparison convert. It is loaded once, which takes long for a GGUF file."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+
+    @cached_property
+    def model(self) -> Any:
+        """The model, in float32."""
+        return load(self.source, dtype=torch.float32)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Its tokenizer, or None."""
+        return load_tokenizer(self.source)
+
+    def release(self) -> None:
+        """Free the model's memory."""
+        vars(self).pop("model", None)
 
 
 @dataclass(frozen=True)
@@ -136,12 +159,13 @@ class Job:
         """Whether the training is over. The tests may not have been measured yet."""
         return self.result.is_file() or (self.training / saved.RESULT).is_file()
 
-    def prepare(self, memory_share: float, announce: Callable[[str], None]) -> None:
+    def prepare(self, base: BaseModel, memory_share: float, announce: Callable[[str], None]) -> None:
         """Make `training` ready for `fastweights train --resume`, which starts the run or resumes it.
 
         Only a run that never had a checkpoint starts anew. One that lost them is refused by `--resume`.
 
         Args:
+            base: The model of the comparison.
             memory_share: Share of the GPU's memory that the run may use.
             announce: Gets a line if the run was started before and starts anew.
 
@@ -157,12 +181,12 @@ class Job:
             with self.log.open("a") as log:
                 print("started" if starts else "resumed", file=log)
             if starts:
-                self._start_over()
+                self._start_over(base)
             model = self.setup.model if self.variant.config is None else str(self.converted)
             config = replace(self.config, model=model, memory_share=memory_share)
             saved.write_run(self.training, config.to_dict(), checkpointed=not starts)
 
-    def _start_over(self) -> None:
+    def _start_over(self, base: BaseModel) -> None:
         """Delete what a run without a checkpoint left, but for the lock, and prepare a new one."""
         left = [path for path in self.training.iterdir() if path.name not in (saved.LOCK, saved.RUN)]
         # run.json last: it says that there was no checkpoint
@@ -170,9 +194,9 @@ class Job:
             _remove(path)
         write_json(self.started, self.settings())
         if self.variant.config is not None:
-            model = convert(load(self.setup.model, dtype=torch.float32), self.variant.config)
+            model = convert(copy.deepcopy(base.model), self.variant.config)
             model.config.fastweights_base = self.setup.model
-            save(model, self.converted, load_tokenizer(self.setup.model))
+            save(model, self.converted, base.tokenizer)
 
     # Result
 

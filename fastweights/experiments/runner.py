@@ -23,9 +23,9 @@ from fastweights.data.batches import validation_rows
 from fastweights.data.readers import DataError, read_text
 from fastweights.data.token_files import check_vocabulary, prepare
 from fastweights.experiments.grid import GridError, Variant
-from fastweights.experiments.job import Job, Setup
+from fastweights.experiments.job import BaseModel, Job, Setup
 from fastweights.experiments.measure import measure_run
-from fastweights.loading import load, load_tokenizer, require_tokenizer
+from fastweights.loading import require_tokenizer
 from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.families import family_of
 from fastweights.results import TrainingResult
@@ -107,12 +107,13 @@ def compare(variants: Sequence[Variant], setup: Setup, at_once: int = 1, minutes
         job.check_unchanged()
     waiting = [job for job in jobs if not job.result.is_file()]
     _make_folders(setup.folder)
+    base = BaseModel(setup.model)
     if waiting:
-        _prepare(setup, waiting)
+        _prepare(setup, base, waiting)
     display = RunsDisplay(Console(stderr=True))
     if len(waiting) < len(jobs):
         display.print(f"{len(jobs) - len(waiting)} of {len(jobs)} runs are done already")
-    runner = _Runner(waiting, at_once, display)
+    runner = _Runner(waiting, base, at_once, display)
     runner.run(None if minutes is None else 60 * minutes - (time.monotonic() - started))
     results = [job.read_result() for job in jobs if job.result.is_file()]
     return Outcome(results, runner.failed, len(jobs), runner.stop_signal)
@@ -127,20 +128,19 @@ def _make_folders(folder: Path) -> None:
         raise GridError(Argument("output"), reason) from error
 
 
-def _prepare(setup: Setup, jobs: Sequence[Job]) -> None:
+def _prepare(setup: Setup, base: BaseModel, jobs: Sequence[Job]) -> None:
     """Check what the processes will be given, and tokenize it once for all of them."""
-    tokenizer, base = load_tokenizer(setup.model), load(setup.model)
-    require_tokenizer(tokenizer, setup.model)
-    if isinstance(base, FastWeightsMixin):
+    tokenizer = require_tokenizer(base.tokenizer, setup.model)
+    if isinstance(base.model, FastWeightsMixin):
         reason = f" {setup.model} is converted already: give the model that it was converted from"
         raise GridError(Argument("model"), reason)
     for job in jobs:
         with error_context(f"run {job.name}: ", plain=True):
-            _check_model(job, base)
-    check_vocabulary(prepare(setup.data, tokenizer, limit=setup.limit), tokenizer, base.config)
+            _check_model(job, base.model)
+    check_vocabulary(prepare(setup.data, tokenizer, limit=setup.limit), tokenizer, base.model.config)
     with error_context(Argument("validation"), ": "):
         validation = prepare(setup.validation, tokenizer, limit=setup.limit)
-        check_vocabulary(validation, tokenizer, base.config)
+        check_vocabulary(validation, tokenizer, base.model.config)
         for length in {job.variant.recipe.length for job in jobs}:
             validation_rows(validation, length, length)
     for name, source in setup.tests.items():
@@ -160,8 +160,9 @@ def _check_model(job: Job, base: Any) -> None:
 class _Runner:
     """Starts processes, a few at once, until all jobs have had one or a signal comes."""
 
-    def __init__(self, jobs: Sequence[Job], at_once: int, display: RunsDisplay) -> None:
+    def __init__(self, jobs: Sequence[Job], base: BaseModel, at_once: int, display: RunsDisplay) -> None:
         self.waiting, self.at_once, self.display = list(jobs), max(1, min(at_once, len(jobs))), display
+        self.base = base
         self.running: dict[Job, Any] = {}  # and their processes
         self.measured: set[Job] = set()  # those whose process measures
         self.locked_elsewhere: set[str] = set()
@@ -211,6 +212,8 @@ class _Runner:
             if job.acquire():
                 self.waiting.remove(job)
                 self._start(job)
+                if not self.waiting:
+                    self.base.release()
             elif job.name not in self.locked_elsewhere:
                 self.locked_elsewhere.add(job.name)
                 self.display.print(f"{job.name}: waits for another process, which has this run")
@@ -221,7 +224,7 @@ class _Runner:
             self._end(job, "")
         elif job.is_trained():
             self._measure(job)
-        elif reason := self._attempt(job, lambda: job.prepare(1 / self.at_once, self.display.print)):
+        elif reason := self._attempt(job, lambda: job.prepare(self.base, 1 / self.at_once, self.display.print)):
             self._end(job, reason)
         else:
             self._launch(job, ["train", "--resume", str(job.training), "--parent", str(os.getpid())])

@@ -33,12 +33,15 @@ from helpers.training import (
     wait_until,
 )
 
+from fastweights.config import FastWeightsConfig
 from fastweights.evaluation.perplexity import perplexity
 from fastweights.evaluation.recall import ordinary_tokens, recall_probe
+from fastweights.experiments import job as job_module
 from fastweights.experiments import runner
 from fastweights.experiments.grid import Variant
-from fastweights.experiments.job import Job, Setup
+from fastweights.experiments.job import BaseModel, Job, Setup
 from fastweights.loading import load, load_tokenizer
+from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.tokenization import bos_token
 from fastweights.training import checkpoint
 from fastweights.utils.files import FileLock
@@ -221,12 +224,32 @@ def test_a_resumed_run_gets_the_memory_share_of_now(files: Files, tmp_path: Path
     setup = Setup(tmp_path, str(files.base), str(files.data), str(files.validation), device="cpu")
     job = Job(setup, Variant("one", "one", make_recipe(FINETUNE)))
     job.folder.mkdir(parents=True)
-    job.prepare(1.0, pytest.fail)
+    base = BaseModel(setup.model)
+    job.prepare(base, 1.0, pytest.fail)
     (job.training / checkpoint.LAST).mkdir(parents=True)
     (job.training / checkpoint.LAST / checkpoint.PROGRESS).write_text("{}")
-    job.prepare(0.25, pytest.fail)
+    job.prepare(base, 0.25, pytest.fail)
     assert job.log.read_text() == "started\nresumed\n"
     assert json.loads((job.training / checkpoint.RUN).read_text())["memory_share"] == 0.25
+
+
+def test_base_is_loaded_once_and_stays_as_it_was(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+
+    def counting(source: str, **options: Any) -> Any:
+        loaded.append(source)
+        return load(source, **options)
+
+    monkeypatch.setattr(job_module, "load", counting)
+    setup, base = Setup(tmp_path, str(files.base), str(files.data), str(files.validation)), BaseModel(str(files.base))
+    for name, rule in (("one", "decay"), ("two", "delta")):
+        job = Job(setup, Variant(name, name, make_recipe(), FastWeightsConfig(rule=rule, m=4)))
+        job.folder.mkdir(parents=True)
+        job.prepare(base, 1.0, pytest.fail)
+        assert load(job.converted).config.fastweights["rule"] == rule
+    assert loaded == [setup.model] and not isinstance(base.model, FastWeightsMixin)
+    base.release()
+    assert not isinstance(base.model, FastWeightsMixin) and loaded == [setup.model] * 2
 
 
 def test_lock_of_a_run_is_not_written_through_a_link(files: Files, tmp_path: Path) -> None:

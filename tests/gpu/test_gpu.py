@@ -79,7 +79,8 @@ def test_gpu_ranking_matches_cpu_ranking(family: str) -> None:
     batches = [batch_of(tokens(2, 20)), packed()[0]]
     expected = rank_layers(student, teacher, batches, fit=True, progress=False)
     found = rank_layers(student.cuda(), teacher.cuda(), batches, keep=2, fit=True, progress=False)
-    assert found.kl == pytest.approx(expected.kl, rel=0.1) and found.kl_after[-1] < 1e-3 * found.kl
+    # A GPU measures in bfloat16, whose noise counts where a model is close to its base (adaptive_input: 0.002).
+    assert found.kl == pytest.approx(expected.kl, rel=0.1, abs=1e-3) and found.kl_after[-1] < 1e-3 * found.kl
 
 
 def test_layer_cost_captures_every_contender_in_a_cuda_graph() -> None:

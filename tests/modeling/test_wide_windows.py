@@ -11,6 +11,7 @@ from torch import nn
 
 import fastweights as fw
 from fastweights.config import ConfigError
+from fastweights.evaluation.layer_ranking import restored
 from fastweights.modeling.attention_weights import prefix_matching, wide_layers
 from fastweights.modeling.layer import converted_layers
 from fastweights.modeling.modes import evaluating
@@ -55,50 +56,44 @@ def test_sliding_windows_no_wider_than_the_window_are_not_widened() -> None:
     assert (settings["wide_window"], settings["wide_layers"]) == (0, None)
 
 
-def matching_layer(model: Any, layer: int) -> None:
-    """Give a Llama layer a head that finds the token after the last occurrence of the current one.
+class PairEmbedding(nn.Module):
+    """Embeddings whose first d elements name the token, and whose next ones name its predecessor, as a model's first
+    layers would write them."""
 
-    The layer before it must write the previous token into the residual stream, which attention with equal weights over
-    a window of two tokens does: here the embeddings themselves are arranged so that a token names its predecessor.
-    """
-    attention = model.model.layers[layer].self_attn
-    with torch.no_grad():
-        attention.q_proj.weight.zero_()
-        attention.k_proj.weight.zero_()
-        d = attention.head_dim
-        for row in range(d):
-            attention.q_proj.weight[row, row] = 60.0
-            attention.k_proj.weight[row, d + row] = 60.0
+    def __init__(self, names: torch.Tensor, width: int) -> None:
+        super().__init__()
+        self.names, self.rest = names, width - 2 * names.shape[1]
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        before = torch.cat([ids[:, :1], ids[:, :-1]], 1)
+        return torch.cat([self.names[ids], self.names[before], torch.zeros(*ids.shape, self.rest)], -1)
 
 
-def test_prefix_matching_finds_the_head_that_matches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first elements of an embedding name the token, the next ones its predecessor, as an earlier layer would."""
+@pytest.mark.parametrize("layer", [0, 1])
+def test_prefix_matching_finds_the_layer_that_matches(layer: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one layer queries name the token and keys its predecessor."""
     model = pretrained("llama")
-    d, width = model.config.head_dim, model.config.hidden_size
+    d = model.config.head_dim
     names = torch.randn(model.config.vocab_size, d, generator=torch.Generator().manual_seed(0))
+    model.set_input_embeddings(PairEmbedding(names, model.config.hidden_size))
 
-    class Embedding(nn.Module):
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            before = torch.cat([ids[:, :1], ids[:, :-1]], 1)
-            rest = torch.zeros(*ids.shape, width - 2 * d)
-            return torch.cat([names[ids], names[before], rest], -1)
+    def no_rotation(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.ones(*position_ids.shape, d), torch.zeros(*position_ids.shape, d)
 
-    model.set_input_embeddings(Embedding())
-    for block in model.model.layers:
-        for linear in (block.self_attn.o_proj, block.mlp.down_proj):
-            nn.init.zeros_(linear.weight)
-    # RoPE turns queries and keys by their positions; without it only the tokens count.
-    monkeypatch.setattr(
-        model.model.rotary_emb, "forward", lambda x, ids: (torch.ones(*ids.shape, d), torch.zeros(*ids.shape, d))
-    )
-    for layer in (0, 1):
-        other = 1 - layer
-        with torch.no_grad():
-            nn.init.normal_(model.model.layers[other].self_attn.q_proj.weight, std=0.02)
-        matching_layer(model, layer)
-        scores = prefix_matching(model)
-        assert scores[layer] > 0.5 > 5 * scores[other]
-        assert wide_layers(model, (0, 1)) == (layer,)
+    monkeypatch.setattr(model.model.rotary_emb, "forward", no_rotation)
+    with torch.no_grad():
+        for block in model.model.layers:  # they add nothing to the embeddings
+            block.self_attn.o_proj.weight.zero_()
+            block.mlp.down_proj.weight.zero_()
+        attention = model.model.layers[layer].self_attn
+        for linear, first in ((attention.q_proj, 0), (attention.k_proj, d)):
+            linear.weight.zero_()
+            for row in range(len(linear.weight)):
+                linear.weight[row, first + row % d] = 30.0
+    scores = prefix_matching(model)
+    assert scores[layer] > 5 * scores[1 - layer]
+    assert wide_layers(model, (0, 1)) == (layer,)
+    assert wide_layers(model, (1 - layer,)) == (1 - layer,)
 
 
 def test_prefix_matching_leaves_the_model_as_it_was() -> None:
@@ -113,12 +108,9 @@ def test_prefix_matching_leaves_the_model_as_it_was() -> None:
 
 
 def test_a_wide_layer_that_remains_attention_is_left_out_of_a_ranking() -> None:
-    from fastweights.config import FastWeightsConfig
-    from fastweights.evaluation.layer_ranking import restored
-
     model = fw.convert(pretrained("llama"), fw.FastWeightsConfig(**LOCAL, wide_window=50, wide_layers=(0,)))
     with restored(model, pretrained("llama"), (0,)):
-        assert FastWeightsConfig.from_dict(model.config.fastweights) == FastWeightsConfig(**LOCAL, layers=(1,))
+        assert fw.FastWeightsConfig.from_dict(model.config.fastweights) == fw.FastWeightsConfig(**LOCAL, layers=(1,))
     with restored(model, pretrained("llama"), (1,)):
-        assert FastWeightsConfig.from_dict(model.config.fastweights).wide_layers == (0,)
+        assert fw.FastWeightsConfig.from_dict(model.config.fastweights).wide_layers == (0,)
     assert model.config.fastweights["wide_layers"] == [0]
