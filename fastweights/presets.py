@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastweights.config import FORGETTING_RULES, LOCAL, RULES_WITHOUT_GATES, ConfigError, FastWeightsConfig
+from fastweights.config import FORGETTING_RULES, LOCAL, RULES_WITHOUT_GATES, ConfigError, FastWeightsConfig, is_whole
 from fastweights.utils.errors import Argument
 
 RECOMMENDED, PAPER = "recommended", "paper"
 PRESETS = (RECOMMENDED, PAPER)
 PRESET_HELP = (
     "Settings that are not given: recommended, the best ones with constant memory that we know (gated_delta, m = head "
-    "dimension but at most 128, window 124, sinks 4, mix token, shared projections, gate rank 32), or paper, the best "
-    "ones of each rule in the paper (decay, m = 32, no window), which are the defaults that other options name."
+    "dimension but at most 128, window 124, in one layer of six 508, sinks 4, mix token, shared projections, gate rank "
+    "32), or paper, the best ones of each rule in the paper (decay, m = 32, no window), which are the defaults that "
+    "other options name."
 )
 # Window and sinks together fill a tile of the engine's kernel, whose size is a power of two.
-WINDOW, SINKS = 124, 4
+WINDOW, WIDE_WINDOW, SINKS = 124, 508, 4
 GATE_RANK = 32
 # The widest state that the GPU kernels take: ops.WIDEST_M, whose import would load torch.
 WIDEST_M = 128
@@ -44,7 +45,8 @@ def preset_config(preset: str, head_dim: int, width: int, **settings: Any) -> Fa
 
 def _recommended(given: dict[str, Any], head_dim: int, width: int) -> dict[str, Any]:
     """The recommended settings that fit the given ones."""
-    rule, window = given.get("rule", "gated_delta"), given.get("window", WINDOW)
+    rule, wide = given.get("rule", "gated_delta"), given.get("wide_window")
+    window = given.get("window", WINDOW if not is_whole(wide) or wide < 1 else min(WINDOW, max(1, wide - 1)))
     settings: dict[str, Any] = {"rule": rule, "m": min(head_dim, WIDEST_M), "window": window}
     if rule == "delta" and not given.keys() & {"feature_map", "normalize"}:
         settings |= {"feature_map": "none", "normalize": "unit"}
@@ -53,8 +55,10 @@ def _recommended(given: dict[str, Any], head_dim: int, width: int) -> dict[str, 
     if rule not in RULES_WITHOUT_GATES:
         settings["gate_rank"] = min(GATE_RANK, width)
     # A window that is no number is refused by FastWeightsConfig, with a message of its own.
-    if not isinstance(window, int) or window < 1:
+    if not is_whole(window) or window < 1:
         return settings
+    if window < WIDE_WINDOW:
+        settings["wide_window"] = WIDE_WINDOW
     if window > SINKS:
         settings["sinks"] = SINKS
     if rule != LOCAL:

@@ -78,7 +78,9 @@ def run(folder: Path, console: Console, recipe: Recipe | None = None) -> dict[st
     converted.config.fastweights_base = str(PACKAGED)
     save(converted, folder / "converted", tokenizer, overwrite=True)
     rule = f"the rule {SETTINGS.rule} with m = {SETTINGS.m}"
-    window = f"an exact window of {SETTINGS.window} tokens with {SETTINGS.sinks} sinks"
+    (layer,) = converted.config.fastweights["wide_layers"]
+    windows = f"{SETTINGS.window} tokens (layer {layer}: {SETTINGS.wide_window})"
+    window = f"an exact window of {windows} with {SETTINGS.sinks} sinks"
     _print_step(console, 2, f"its attention replaced by {rule} and {window};")
     console.print(
         "   perplexity on unseen books, and size of the cache after 1,024 and 65,536 tokens:", highlight=False

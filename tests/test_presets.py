@@ -11,14 +11,15 @@ from helpers.tiny import CONFIGS, pretrained
 import fastweights
 from fastweights import ops
 from fastweights.config import FEATURE_MAPS, RULES, ConfigError, FastWeightsConfig
-from fastweights.presets import GATE_RANK, PRESETS, SINKS, WINDOW, preset_config
+from fastweights.presets import GATE_RANK, PRESETS, SINKS, WIDE_WINDOW, WINDOW, preset_config
 
 
-def test_recommended_is_gated_delta_with_window_and_sinks_and_no_second_projections() -> None:
+def test_recommended_is_gated_delta_with_windows_and_sinks_and_no_second_projections() -> None:
     expected = FastWeightsConfig(
         rule="gated_delta",
         m=48,
         window=WINDOW,
+        wide_window=WIDE_WINDOW,
         sinks=SINKS,
         mix="token",
         projections="shared",
@@ -55,8 +56,26 @@ def test_rank_0_is_full_rank() -> None:
     assert preset_config("recommended", 48, 32, gate_rank=0).gate_rank is None
 
 
-def test_window_and_sinks_fill_a_tile() -> None:
-    assert (WINDOW + SINKS) & (WINDOW + SINKS - 1) == 0
+def test_windows_and_sinks_fill_tiles() -> None:
+    assert all((window + SINKS).bit_count() == 1 for window in (WINDOW, WIDE_WINDOW))
+
+
+@pytest.mark.parametrize(
+    ("given", "windows"),
+    [
+        (dict(window=60), (60, WIDE_WINDOW)),
+        (dict(window=0), (0, 0)),
+        (dict(window=WIDE_WINDOW), (WIDE_WINDOW, 0)),
+        (dict(wide_window=0), (WINDOW, 0)),
+        (dict(wide_window=1000), (WINDOW, 1000)),
+        (dict(wide_window=50), (49, 50)),
+        (dict(wide_layers=(1,)), (WINDOW, WIDE_WINDOW)),
+    ],
+    ids=str,
+)
+def test_given_window_decides_the_other(given: dict[str, Any], windows: tuple[int, int]) -> None:
+    config = preset_config("recommended", 48, 32, **given)
+    assert (config.window, config.wide_window, config.wide_layers) == (*windows, given.get("wide_layers"))
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -74,6 +93,7 @@ CHOICES: dict[str, tuple[Any, ...]] = dict(
     rule=RULES,
     m=(None, 8, 6),
     window=(None, 0, 1, SINKS, SINKS + 1),
+    wide_window=(None, 0, SINKS + 1),
     feature_map=(None, *FEATURE_MAPS),
     rotary=(None, "drop"),
     gate_init=(None, "uniform"),
@@ -101,6 +121,8 @@ def test_convert_without_settings_uses_the_recommended_ones(family: str) -> None
     settings = model.config.fastweights
     assert settings["rule"] == "gated_delta" and settings["projections"] == "shared"
     assert (settings["window"], settings["sinks"]) == (WINDOW, SINKS)
+    # The tiny models whose layers have a sliding window of their own see no more with a wide one.
+    assert settings["wide_window"] == (WIDE_WINDOW if settings["wide_layers"] else 0)
 
 
 def test_unknown_preset_is_refused() -> None:

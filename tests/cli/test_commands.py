@@ -6,18 +6,18 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.cli import run, save_model, succeed, tokenizer
+from helpers.cli import error_of, run, save_model, succeed, tokenizer
 from helpers.tiny import pretrained
 
 import fastweights
 from fastweights.cli.options import parse_layers
-from fastweights.config import ConfigError, FastWeightsConfig
+from fastweights.config import LAYER_LISTS, ConfigError, FastWeightsConfig
 from fastweights.loading import load, load_tokenizer
 from fastweights.modeling.cache import FastWeightsCache
 from fastweights.modeling.classes import FastWeightsMixin
@@ -91,9 +91,23 @@ def test_convert_saves_model_and_tokenizer_and_prints_info(tmp_path: Path) -> No
     source, target = save_model(tmp_path / "base"), tmp_path / "some" / "where"
     printed = succeed("convert", source, "-o", target).stdout
     assert isinstance(load(target), FastWeightsMixin)
-    assert settings_of(target) == preset_config("recommended", head_dim=8, width=32)
+    assert replace(settings_of(target), wide_layers=None) == preset_config("recommended", head_dim=8, width=32)
     assert load_tokenizer(target).get_vocab() == tokenizer().get_vocab()
     assert printed == succeed("info", target).stdout
+
+
+def test_layers_with_a_wide_window_are_named_as_a_list(tmp_path: Path) -> None:
+    source, target = save_model(tmp_path / "base"), tmp_path / "out"
+    succeed("convert", source, "-o", target, "--wide-window", 300, "--wide-layers", "0-1")
+    assert (settings_of(target).wide_window, settings_of(target).wide_layers) == (300, (0, 1))
+    for value, message in (
+        ("0,7", "--wide-layers=[7] do not exist"),
+        ("x", "--wide-layers must be numbers and ranges"),
+    ):
+        error = error_of("convert", source, "-o", tmp_path / "other", "--wide-layers", value)
+        assert error.startswith(message)
+    error = error_of("convert", source, "-o", tmp_path / "other", "--window", 300, "--wide-window", 200)
+    assert error.startswith("--wide-window must be larger than --window")
 
 
 def test_convert_command_matches_the_function(tmp_path: Path) -> None:
@@ -121,6 +135,8 @@ def test_every_option_is_passed_to_the_settings(changes: dict[str, Any], tmp_pat
         projection_init="random",
         window=5,
         sinks=2,
+        wide_window=30,
+        wide_layers=(1,),
         mix="token",
         projections="own",
         gate_rank=3,
@@ -138,7 +154,7 @@ def test_every_option_is_passed_to_the_settings(changes: dict[str, Any], tmp_pat
     for name, value in settings.items():
         if value is None:
             continue
-        typed = ["1"] if name == "layers" else [] if value is True else [value]
+        typed = ["1"] if name in LAYER_LISTS else [] if value is True else [value]
         flags += [f"--{name.replace('_', '-')}", *typed]
     succeed("convert", save_model(tmp_path / "base", "llama"), "-o", tmp_path / "out", *flags)
     assert settings_of(tmp_path / "out") == FastWeightsConfig(**settings)
@@ -158,7 +174,7 @@ def test_overwrite_replaces_the_folder(tmp_path: Path) -> None:
     source, target = save_model(tmp_path / "base"), save_model(tmp_path / "out", rule="add", m=8)
     (target / "old").touch()
     succeed("convert", source, "-o", target, "--overwrite")
-    assert settings_of(target) == preset_config("recommended", head_dim=8, width=32)
+    assert replace(settings_of(target), wide_layers=None) == preset_config("recommended", head_dim=8, width=32)
     assert not (target / "old").exists()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["base", "out"]
 

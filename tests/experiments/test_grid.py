@@ -76,11 +76,15 @@ def test_shipped_grids_are_defined(name: str) -> None:
 
 def test_variants_of_the_recommended_settings_differ_from_them_in_what_their_names_say() -> None:
     """A grid has no link to the preset, so a change of the preset must not go unnoticed."""
-    for grid, head_dim, width in (("smollm2_design", 64, 576), ("smollm2_final", 64, 576)):
+    preset = preset_config("recommended", head_dim=64, width=576)
+    for grid, name, reference in (
+        ("smollm2_design", "reference_seed0", replace(preset, wide_window=0)),  # from before there were wide windows
+        ("smollm2_windows", "wide_124_seed0", preset),
+        ("smollm2_final", "b", preset),
+    ):
         variants = {variant.name: variant.config for variant in load_grid(grid)}
-        preset = preset_config("recommended", head_dim, width)
-        assert preset in variants.values()
-        assert grid != "smollm2_final" or variants["c"] == replace(preset, layers=variants["c"].layers)
+        assert variants[name] == reference
+    assert variants["c"] == replace(preset, layers=variants["c"].layers)
     assert variants["c"].layers == tuple(sorted(set(range(30)) - {17, 18, 24}))
 
 
