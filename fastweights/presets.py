@@ -45,8 +45,9 @@ def preset_config(preset: str, head_dim: int, width: int, **settings: Any) -> Fa
 
 def _recommended(given: dict[str, Any], head_dim: int, width: int) -> dict[str, Any]:
     """The recommended settings that fit the given ones."""
-    rule, wide = given.get("rule", "gated_delta"), given.get("wide_window")
-    window = given.get("window", WINDOW if not is_whole(wide) or wide < 1 else min(WINDOW, max(1, wide - 1)))
+    rule, wide = given.get("rule", "gated_delta"), given.get("wide_window") or WIDE_WINDOW
+    # Shorter than a wide window that is given. One that is no number is refused by FastWeightsConfig.
+    window = given.get("window", max(1, min(WINDOW, wide - 1)) if is_whole(wide) else WINDOW)
     settings: dict[str, Any] = {"rule": rule, "m": min(head_dim, WIDEST_M), "window": window}
     if rule == "delta" and not given.keys() & {"feature_map", "normalize"}:
         settings |= {"feature_map": "none", "normalize": "unit"}
