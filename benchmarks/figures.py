@@ -32,7 +32,7 @@ def stale_pages(write: bool) -> list[str]:
     pages = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if is_filled(page)]
     parts = {**speed_tables(), **paper_tables(), "settings": _settings(), "recipes compared": _recipes_compared()}
     parts |= {"damaged files": _damaged_files(), **_quickstart(), **_ranking(), **serving_plots(), **decode_cpu_parts()}
-    parts["Table 3"] = table_3()
+    parts |= {"Table 3": table_3(), "window layouts": _window_layouts()}
     return [str(page.relative_to(ROOT)) for page in pages if fill_page(page, parts=parts, write=write)]
 
 
@@ -43,6 +43,22 @@ def _settings() -> Table:
         for f in dataclasses.fields(FastWeightsConfig)
     ]
     return Table(["setting", "default", "choices", "meaning"], rows, names=4, name="settings")
+
+
+def _window_layouts() -> Table:
+    """Attention limited to windows, without training."""
+    result = json.loads((ROOT / "results/wide_windows.json").read_text())
+    distances = list(result["layouts"][0]["copy"])
+    header = ["window", "memory of the windows", "perplexity", "repeated passages"]
+    header += [f"{name}, {distance}" for name in ("copied", "pairs") for distance in distances]
+    rows = []
+    for row in result["layouts"]:
+        wide = f", in {len(row['wide layers'])} layers {row['wide window']}" if row["wide window"] else ""
+        memory = f"{row['state bytes'] / 2e6:.1f} MB" if row["window"] else "–"  # measured in float32
+        recalled = [f"{row[name][distance]:.0%}" for name in ("copy", "pairs") for distance in distances]
+        name = f"{row['window']}{wide}" if row["window"] else "none: the base"
+        rows.append([name, memory, f"{row['perplexity']:.2f}", f"{row['repeated']:.0%}", *recalled])
+    return Table(header, rows, names=1, note="From wide_windows.json.", name="window layouts")
 
 
 def _quickstart() -> dict[str, Code]:

@@ -109,8 +109,9 @@ class FastWeightsConfig:
     )
     wide_layers: tuple[int, ...] | None = setting(
         None,
-        "Converted layers with the window wide_window, counted from 0. By default one layer in six: those whose heads "
-        "attend most to what followed an earlier occurrence of the token, measured on repeated random tokens.",
+        "Converted layers with the window wide_window, counted from 0. By default one converted layer in six: those "
+        "whose heads attend most to what followed an earlier occurrence of the token, measured on repeated random "
+        "tokens.",
     )
     mix: str = setting(
         "constant",
@@ -407,10 +408,16 @@ class FastWeightsConfig:
         return self.layers is None or layer_index in self.layers
 
     def of_layer(self, layer_index: int) -> FastWeightsConfig:
-        """The settings of one layer: with the window that it has, and without `wide_window` and `wide_layers`."""
+        """The settings of one layer: with the window that it has, and without `wide_window` and `wide_layers`.
+
+        Raises:
+            ConfigError: There is a wide window, and the layers that have it are not chosen yet.
+        """
         if not self.wide_window:
             return self
-        window = self.wide_window if layer_index in (self.wide_layers or ()) else self.window
+        if self.wide_layers is None:
+            raise ConfigError(Argument("wide_layers"), " is missing: name the layers, or let `convert` choose them")
+        window = self.wide_window if layer_index in self.wide_layers else self.window
         return replace(self, window=window, wide_window=0, wide_layers=None)
 
     def to_dict(self) -> dict[str, Any]:

@@ -58,17 +58,17 @@ def convert(model: Any, config: FastWeightsConfig | None = None) -> Any:
 
 
 def _with_wide_layers(model: Any, config: FastWeightsConfig) -> FastWeightsConfig:
-    """The config with the layers that get the wide window. Those that attend to less than that already do not count."""
+    """The config with the layers that get the wide window. A layer whose own sliding window is no longer than `window`
+    is never chosen."""
     family, candidates = _pretrained_family(model), []
     for index, block in enumerate(family.blocks(model)):
-        attention = family.attention_of(block)
-        _check_weights(attention, index)
-        own = family.shape(attention, model.config).sliding_window
-        if config.converts(index) and (own is None or own > int(config.window or 0)):
-            candidates.append(index)
-    if not candidates:
-        return replace(config, wide_window=0)
-    return replace(config, wide_layers=wide_layers(model, candidates))
+        if config.converts(index):
+            attention = family.attention_of(block)
+            _check_weights(attention, index)
+            own = family.shape(attention, model.config).sliding_window
+            candidates += [index] if own is None or own > int(config.window or 0) else []
+    chosen = wide_layers(model, candidates) if candidates else ()
+    return replace(config, wide_layers=chosen) if chosen else replace(config, wide_window=0)
 
 
 def attention_sizes(model: Any) -> tuple[int, int]:

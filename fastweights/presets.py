@@ -11,9 +11,9 @@ RECOMMENDED, PAPER = "recommended", "paper"
 PRESETS = (RECOMMENDED, PAPER)
 PRESET_HELP = (
     "Settings that are not given: recommended, the best ones with constant memory that we know (gated_delta, m = head "
-    "dimension but at most 128, window 124, in one layer of six 508, sinks 4, mix token, shared projections, gate rank "
-    "32), or paper, the best ones of each rule in the paper (decay, m = 32, no window), which are the defaults that "
-    "other options name."
+    "dimension but at most 128, window 124 and 508 in one layer in six, sinks 4, mix token, shared projections, gate "
+    "rank 32), or paper, the best ones of each rule in the paper (decay, m = 32, no window), which are the defaults "
+    "that other options name."
 )
 # Window and sinks together fill a tile of the engine's kernel, whose size is a power of two.
 WINDOW, WIDE_WINDOW, SINKS = 124, 508, 4

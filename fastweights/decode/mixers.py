@@ -191,7 +191,7 @@ class DecodeWindow:
         self.positions, self.overlap, self.cache_dtype = context.positions, context.overlap, context.model_dtype
         self.width, self.sinks = local.sinks + local.window, local.sinks
         _, kv_heads, d = self.heads.v.shape
-        self.fused = context.kernels and has_window_kernel(d, context.device)
+        self.fused = context.kernels and has_window_kernel(self.width, d, context.device)
         in_torch = not self.fused and context.program is None
         self.ring = context.ring(self.width, kv_heads, self.sinks) if in_torch else None
         self.y = context.buffer(*self.heads.q.shape[1:])

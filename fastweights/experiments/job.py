@@ -144,7 +144,7 @@ class Job:
     def _settings_before(self) -> dict[str, Any]:
         if self.result.is_file() and not self.started.is_file():  # as when only results were copied
             result = self.read_result()
-            found: dict[str, Any] = {"settings": result.model.settings, "recipe": result.recipe}
+            found: dict[str, Any] = {"settings": self._as_begun(result.model.settings), "recipe": result.recipe}
         else:
             found = saved.read_run_file(self.started)
             if not isinstance(found, dict) or not {"settings", "recipe"} <= found.keys():
@@ -153,7 +153,18 @@ class Job:
         config = None if found["settings"] is None else FastWeightsConfig.from_dict(found["settings"]).to_dict()
         return found | {"settings": config, "recipe": Recipe.from_dict(found["recipe"]).to_dict()}
 
+    def _as_begun(self, settings: dict[str, Any] | None) -> dict[str, Any] | None:
+        """The settings of a trained model without the wide layers that its conversion chose."""
+        config = self.variant.config
+        if settings is None or config is None or not config.wide_window or config.wide_layers is not None:
+            return settings
+        return settings | {"wide_window": settings.get("wide_window") or config.wide_window, "wide_layers": None}
+
     # Training
+
+    def needs_base(self) -> bool:
+        """Whether the run will convert the base: it has not begun yet, and does not train the base itself."""
+        return self.variant.config is not None and not self.is_trained() and saved.was_never_saved(self.training)
 
     def is_trained(self) -> bool:
         """Whether the training is over. The tests may not have been measured yet."""

@@ -212,7 +212,7 @@ class _Runner:
             if job.acquire():
                 self.waiting.remove(job)
                 self._start(job)
-                if not self.waiting:
+                if not any(waiting.needs_base() for waiting in self.waiting):
                     self.base.release()
             elif job.name not in self.locked_elsewhere:
                 self.locked_elsewhere.add(job.name)

@@ -6,22 +6,27 @@ Shapes: x [B,T,D]   q [B,T,H,d]   k [B,T,Hkv,d]   place [T]: a token's place in 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fastweights.config import ConfigError
 from fastweights.modeling.families import family_of
 from fastweights.modeling.initialization import attention_projections
 from fastweights.modeling.layer import AttentionShape
 from fastweights.modeling.modes import evaluating
 from fastweights.modeling.positions import position_limit
+from fastweights.utils.errors import Argument
 
 # The repeated random tokens of `prefix_matching`: rows, and tokens before they are repeated, where positions allow it.
 ROWS, REPEATED = 4, 128
 # Tokens of a repetition that are left out: there is no earlier text yet to recognize it by.
 FIRST_REPEATED = 8
+# The shortest row of repeated tokens with something to measure.
+SHORTEST = 2 * (FIRST_REPEATED + 2) + 1
 # One layer in so many gets the wide window.
 LAYERS_PER_WIDE_LAYER = 6
 
@@ -62,44 +67,46 @@ def attention_weights(q: Tensor, k: Tensor, shape: AttentionShape, rows: Tensor,
     if shape.sliding_window is not None:
         visible &= distance < shape.sliding_window
     block = q[rows].unflatten(1, (shape.kv_heads, -1))
-    logits = torch.einsum("ihgd,jhd->hgij", block, k[seen]).flatten(0, 1)
+    with torch.autocast(q.device.type, enabled=False):
+        logits = torch.einsum("ihgd,jhd->hgij", block, k[seen]).flatten(0, 1)
     if shape.softcap is not None:
         logits = shape.softcap * torch.tanh(logits / shape.softcap)
     return logits.masked_fill(~visible, float("-inf")).softmax(-1)
 
 
-def prefix_matching(model: Any) -> list[float]:
-    """How much each layer attends to the token that followed an earlier occurrence of the current one.
+def prefix_matching(model: Any, layers: Iterable[int]) -> dict[int, float]:
+    """How much layers attend to the token that followed an earlier occurrence of the current one.
 
     Heads that do so, and copy what they find, let a Transformer repeat and look up earlier text (induction heads,
     Olsson et al., 2022). They show with repeated random tokens, so this takes no text.
 
     Args:
-        model: A pretrained model, in memory.
+        model: A pretrained model, in memory, with positions for at least SHORTEST tokens.
+        layers: Indices of the layers to measure.
 
     Returns:
-        For each layer the sum over its heads of the mean attention to that token.
+        For each of the layers the sum over its heads of the mean attention to that token.
     """
     family, ids = family_of(model), _repeated_tokens(model)
-    length = ids.shape[1] // 2
+    blocks, length = family.blocks(model), ids.shape[1] // 2
     # The first token of a row is not repeated: token t of the repeated ones is at 1 + t, and again at 1 + length + t.
-    repeated = torch.arange(FIRST_REPEATED, length - 1, device=ids.device)
-    queries, followers = 1 + length + repeated, 2 + repeated
-    place = torch.arange(ids.shape[1], device=ids.device)
+    repeated = torch.arange(FIRST_REPEATED, length - 1)
+    queries, followers, place = 1 + length + repeated, 2 + repeated, torch.arange(ids.shape[1])
     scores: dict[int, float] = {}
 
     def measure(layer: int) -> Any:
         def hook(_module: nn.Module, arguments: Any, keywords: Any) -> None:
             x = arguments[0] if arguments else keywords["hidden_states"]
             q, k, shape = queries_and_keys(model, layer, x, keywords.get("position_embeddings"))
-            found = [attention_weights(*row, shape, queries, place) for row in zip(q, k, strict=True)]
-            scores[layer] = float(sum(x[:, range(len(queries)), followers].mean(1).sum() for x in found) / len(found))
+            rows, places = queries.to(x.device), place.to(x.device)
+            weights = torch.stack([attention_weights(*row, shape, rows, places) for row in zip(q, k, strict=True)])
+            scores[layer] = float(weights[:, :, range(len(rows)), followers].mean((0, 2)).sum())
 
         return hook
 
     hooks = [
-        family.attention_of(block).register_forward_pre_hook(measure(layer), with_kwargs=True)
-        for layer, block in enumerate(family.blocks(model))
+        family.attention_of(blocks[layer]).register_forward_pre_hook(measure(layer), with_kwargs=True)
+        for layer in layers
     ]
     try:
         with evaluating(model):
@@ -107,13 +114,13 @@ def prefix_matching(model: Any) -> list[float]:
     finally:
         for hook in hooks:
             hook.remove()
-    return [scores[layer] for layer in range(len(hooks))]
+    return scores
 
 
 def _repeated_tokens(model: Any) -> Tensor:
     """Rows [ROWS,1+2n] of one random token, then n others twice."""
     limit = position_limit(model) or 2 * REPEATED + 1
-    length = max(FIRST_REPEATED + 2, min(REPEATED, (limit - 1) // 2))
+    length = min(REPEATED, (limit - 1) // 2)
     size = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     # From the middle half of the vocabulary: tokenizers number bytes and special tokens first, or last.
@@ -121,9 +128,18 @@ def _repeated_tokens(model: Any) -> Tensor:
     return torch.cat([drawn, drawn[:, 1:]], dim=1).to(model.device)
 
 
-def wide_layers(model: Any, candidates: Iterable[int]) -> tuple[int, ...]:
-    """The layers that should get a wide window, one in LAYERS_PER_WIDE_LAYER: of the candidates those with the most
-    prefix matching."""
-    scores = prefix_matching(model)
+def wide_layers(model: Any, candidates: Collection[int]) -> tuple[int, ...]:
+    """The layers that should get a wide window: of the candidates one in LAYERS_PER_WIDE_LAYER, at least one, those
+    with the most prefix matching. None of them where the model has too few positions for any use of it.
+
+    Raises:
+        ConfigError: Values of the model overflow, so that nothing can be measured.
+    """
+    if (position_limit(model) or SHORTEST) < SHORTEST:
+        return ()
+    scores = prefix_matching(model, candidates)
+    if not all(map(math.isfinite, scores.values())):
+        reason = f" cannot be chosen: values of the model overflow in {str(model.dtype).removeprefix('torch.')}"
+        raise ConfigError(Argument("wide_layers"), f"{reason}; load it in float32 or bfloat16, or name the layers")
     count = max(1, round(len(scores) / LAYERS_PER_WIDE_LAYER))
-    return tuple(sorted(sorted(candidates, key=lambda layer: -scores[layer])[:count]))
+    return tuple(sorted(sorted(scores, key=lambda layer: -scores[layer])[:count]))

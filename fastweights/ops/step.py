@@ -195,6 +195,9 @@ def step_kernel(
 # memory that a key and a value element need together on their way to the tensor cores, in float32. The least tokens
 # that tensor cores multiply.
 WINDOW_TILE, WINDOW_BYTES, LEAST_TOKENS = 2**14, 9, 16
+# One program walks over the ring buffers of a head. Longer ones, of full attention, are left to torch, which spreads
+# them over the GPU.
+WIDEST_RING = 2048
 
 
 def window_tile(width: int, d: int, device: torch.device) -> int:
@@ -209,9 +212,9 @@ def window_tile(width: int, d: int, device: torch.device) -> int:
     return min(max(LEAST_TOKENS, next_power_of_2(width)), 1 << (most.bit_length() - 1))
 
 
-def has_window_kernel(d: int, device: torch.device) -> bool:
-    """Whether the window's kernel can handle heads of d on this device."""
-    return window_tile(1, d, device) > 0
+def has_window_kernel(width: int, d: int, device: torch.device) -> bool:
+    """Whether the window's kernel should handle ring buffers of `width` tokens and heads of d on this device."""
+    return width <= WIDEST_RING and window_tile(width, d, device) > 0
 
 
 def window_kernel(
@@ -285,6 +288,7 @@ def window_kernel(
             BLOCK_W=block_w,
             OVERLAP=overlap,
             num_warps=max(4, min(8, block_d * block_w // 2048)),
+            num_stages=1,  # tiles that are loaded ahead would need shared memory beside the one that is in use
             **pdl_options(overlap),
         )
 

@@ -98,7 +98,10 @@ def settings_text(settings: dict[str, Any] | None) -> str:
     if settings is None:
         return MISSING
     parts = [str(settings.get("rule", MISSING))]
-    parts += [f"{name} {settings[name]}" for name in ("m", "window", "sinks") if settings.get(name)]
+    parts += [f"{name} {settings[name]}" for name in ("m", "window") if settings.get(name)]
+    if settings.get("wide_window"):
+        parts.append(f"{settings['wide_window']} in layers {', '.join(map(str, settings.get('wide_layers') or ()))}")
+    parts += [f"sinks {settings['sinks']}"] if settings.get("sinks") else []
     parts += ["shared projections"] if settings.get("projections") == "shared" else []
     parts += [f"gate rank {settings['gate_rank']}"] if settings.get("gate_rank") else []
     parts += [str(settings["ablation"])] if settings.get("ablation") else []

@@ -38,12 +38,13 @@ from fastweights.evaluation.perplexity import perplexity
 from fastweights.evaluation.recall import ordinary_tokens, recall_probe
 from fastweights.experiments import job as job_module
 from fastweights.experiments import runner
-from fastweights.experiments.grid import Variant
+from fastweights.experiments.grid import GridError, Variant
 from fastweights.experiments.job import BaseModel, Job, Setup
 from fastweights.loading import load, load_tokenizer
 from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.tokenization import bos_token
 from fastweights.training import checkpoint
+from fastweights.training.recipe import Recipe
 from fastweights.utils.files import FileLock
 from fastweights.utils.signals import stop_signals
 
@@ -210,6 +211,37 @@ def test_changed_settings_are_refused_for_a_result_alone(
     command = [tmp_path if part == files.folder / "compared" else part for part in compared[0]]
     assert succeed(*command).stdout == compared[1].stdout
     assert "recipe.lora is 2 and was 0" in error_of(*command, "--only", "decay", "--set", "lora=2")
+
+
+def test_wide_layers_that_a_conversion_chose_are_no_other_setting(
+    files: Files, compared: tuple[Any, ...], tmp_path: Path
+) -> None:
+    """A result names them, and its grid does not."""
+    result = result_of(files.folder / "compared", "decay")
+    wide = result["model"]["settings"] | {"window": 2, "wide_window": 4}
+    setup = Setup(tmp_path, str(files.base), str(files.data), str(files.validation))
+    (tmp_path / "results").mkdir()
+    for chosen in ({"wide_layers": [1]}, {"wide_window": 0, "wide_layers": None}):
+        result["model"]["settings"] = wide | chosen
+        (tmp_path / "results/decay.json").write_text(json.dumps(result))
+        for window, refused in ((4, False), (5, chosen["wide_layers"] is not None)):
+            config = FastWeightsConfig.from_dict(wide | {"wide_window": window})
+            job = Job(setup, Variant("decay", "decay", Recipe.from_dict(result["recipe"]), config))
+            with pytest.raises(GridError, match="wide_window is 5 and was 4") if refused else nullcontext():
+                job.check_unchanged()
+            assert not job.needs_base()
+
+
+def test_base_is_needed_by_conversions_that_have_not_begun(files: Files, tmp_path: Path) -> None:
+    setup = Setup(tmp_path, str(files.base), str(files.data), str(files.validation))
+    converting = Job(setup, Variant("one", "one", make_recipe(), FastWeightsConfig(m=4)))
+    assert converting.needs_base()
+    assert not Job(setup, Variant("base", "base", make_recipe(FINETUNE))).needs_base()
+    converting.folder.mkdir(parents=True)
+    converting.prepare(BaseModel(setup.model), 1.0, pytest.fail)
+    assert converting.needs_base(), "it has no checkpoint yet, and would start over"
+    (converting.training / checkpoint.RESULT).write_text("{}")
+    assert not converting.needs_base()
 
 
 def test_damaged_result_is_named(files: Files, compared: tuple[Any, ...], tmp_path: Path) -> None:

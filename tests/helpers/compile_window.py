@@ -17,7 +17,7 @@ def main() -> None:
     TYPES[torch.int64] = "*i64"
     compiler = decode_step.window_kernel = Compiler(decode_step.window_kernel)  # type: ignore[assignment]
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for width, d in ((64, 64), (256, 64)):
+        for width, d in ((64, 64), (256, 64), (512, 64), (512, 200)):
             rings, q, k = torch.zeros(4, 3, width, d), torch.zeros(4, 9, d), torch.zeros(4, 3, d)
             rings, q, k = (x.to(dtype) for x in (rings, q, k))
             angles = torch.zeros(4, d // 2)

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+from helpers.relative_error import assert_close
 from helpers.tiny import CONFIGS, pretrained, tokens
 from torch import nn
 
 import fastweights as fw
 from fastweights.config import ConfigError
 from fastweights.evaluation.layer_ranking import restored
-from fastweights.modeling.attention_weights import prefix_matching, wide_layers
+from fastweights.modeling.attention_weights import (
+    SHORTEST,
+    attention_weights,
+    prefix_matching,
+    queries_and_keys,
+    wide_layers,
+)
+from fastweights.modeling.families import family_of
 from fastweights.modeling.layer import converted_layers
 from fastweights.modeling.modes import evaluating
 
@@ -25,7 +34,6 @@ def windows_of(model: Any) -> list[int]:
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_one_layer_of_a_small_model_gets_the_wide_window(family: str) -> None:
-    """Gemma's layers with a sliding window of their own are never wider than that."""
     model = fw.convert(pretrained(family), fw.FastWeightsConfig(**LOCAL, wide_window=4))
     (wide,) = model.config.fastweights["wide_layers"]
     assert [layer for layer, window in enumerate(windows_of(model)) if window == 4] == [wide]
@@ -34,6 +42,55 @@ def test_one_layer_of_a_small_model_gets_the_wide_window(family: str) -> None:
 def test_given_layers_get_the_wide_window() -> None:
     model = fw.convert(pretrained("llama"), fw.FastWeightsConfig(**LOCAL, wide_window=50, wide_layers=(0,)))
     assert windows_of(model) == [50, 2]
+
+
+def test_wide_window_is_no_wider_than_the_layers_own() -> None:
+    model = pretrained("mistral")
+    config = fw.FastWeightsConfig(**LOCAL, wide_window=50, wide_layers=(0,))
+    assert windows_of(fw.convert(model, config)) == [model.config.sliding_window, 2]
+
+
+def test_layers_must_be_known_where_layers_are_built() -> None:
+    with pytest.raises(ConfigError, match="wide_layers is missing: name the layers, or let `convert` choose them"):
+        fw.FastWeightsConfig(**LOCAL, wide_window=50).of_layer(0)
+
+
+def test_one_converted_layer_in_six_is_chosen() -> None:
+    config = copy.deepcopy(pretrained("llama").config)
+    config.num_hidden_layers = 12
+    for layers, count in ((None, 2), ((0, 5), 1), (tuple(range(10)), 2)):
+        model = fw.convert(
+            type(pretrained("llama"))(config), fw.FastWeightsConfig(**LOCAL, layers=layers, wide_window=9)
+        )
+        assert len(model.config.fastweights["wide_layers"]) == count
+
+
+def test_layers_that_remain_attention_are_not_read() -> None:
+    """They may be quantized."""
+    model = pretrained("llama")
+    for parameter in model.model.layers[1].self_attn.parameters():
+        parameter.requires_grad_(False)
+        parameter.data = parameter.data.to(torch.int8)
+    model.model.layers[1].self_attn.forward = lambda hidden_states, **_: (torch.zeros_like(hidden_states), None)
+    model = fw.convert(model, fw.FastWeightsConfig(**LOCAL, layers=(0,), wide_window=9))
+    assert model.config.fastweights["wide_layers"] == [0]
+
+
+def test_overflow_is_refused_by_name() -> None:
+    model = pretrained("llama")
+    model.model.embed_tokens.weight.data.fill_(torch.inf)
+    with pytest.raises(ConfigError, match=r"wide_layers cannot be chosen: .* overflow in float32; load it in"):
+        fw.convert(model, fw.FastWeightsConfig(**LOCAL, wide_window=9))
+
+
+def test_model_with_few_positions_gets_no_wide_window() -> None:
+    config = copy.deepcopy(pretrained("gpt2").config)
+    config.n_positions = SHORTEST - 1
+    model = fw.convert(type(pretrained("gpt2"))(config), fw.FastWeightsConfig(**LOCAL, wide_window=9))
+    assert (model.config.fastweights["wide_window"], model.config.fastweights["wide_layers"]) == (0, None)
+    config.n_positions = SHORTEST
+    model = fw.convert(type(pretrained("gpt2"))(config), fw.FastWeightsConfig(**LOCAL, wide_window=9))
+    assert len(model.config.fastweights["wide_layers"]) == 1
 
 
 def test_only_converted_layers_are_chosen() -> None:
@@ -90,10 +147,30 @@ def test_prefix_matching_finds_the_layer_that_matches(layer: int, monkeypatch: p
             linear.weight.zero_()
             for row in range(len(linear.weight)):
                 linear.weight[row, first + row % d] = 30.0
-    scores = prefix_matching(model)
+    scores = prefix_matching(model, (0, 1))
     assert scores[layer] > 5 * scores[1 - layer]
     assert wide_layers(model, (0, 1)) == (layer,)
     assert wide_layers(model, (1 - layer,)) == (1 - layer,)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_attention_weights_are_those_of_the_model(family: str) -> None:
+    """Under autocast, too: the trainer measures distances of attention inside it."""
+    model = pretrained(family)
+    model.set_attn_implementation("eager")
+    ids, found = tokens(1, 9), {}
+
+    def capture(_module: nn.Module, arguments: Any, keywords: Any) -> None:
+        x = arguments[0] if arguments else keywords["hidden_states"]
+        with torch.autocast("cpu", torch.bfloat16):
+            q, k, shape = queries_and_keys(model, 1, x, keywords.get("position_embeddings"))
+            found["weights"] = attention_weights(q[0], k[0], shape, torch.tensor([3, 8]), torch.arange(9))
+
+    attention = family_of(model).attention_of(family_of(model).blocks(model)[1])
+    attention.register_forward_pre_hook(capture, with_kwargs=True)
+    with evaluating(model):
+        attentions = model(ids, use_cache=False, output_attentions=True).attentions
+    assert_close("weights", found["weights"], attentions[1][0][:, [3, 8]], 1e-5)
 
 
 def test_prefix_matching_leaves_the_model_as_it_was() -> None:
@@ -101,7 +178,7 @@ def test_prefix_matching_leaves_the_model_as_it_was() -> None:
     ids = tokens(2, 9)
     with evaluating(model):
         before = model(ids).logits
-    prefix_matching(model)
+    prefix_matching(model, (0, 1))
     assert model.training and not any(module._forward_pre_hooks for module in model.modules())
     with evaluating(model):
         assert torch.equal(model(ids).logits, before)

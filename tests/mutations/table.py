@@ -293,10 +293,24 @@ MUTATIONS = [
     ),
     Mutation(
         "the teacher's attention distances cross documents",
-        "training/attention_distance",
+        "modeling/attention_weights",
         r" & \(distance <= place\[rows, None\]\)",
         "",
         ("training/test_attention_distance.py",),
+    ),
+    Mutation(
+        "prefix matching looks at the repeated token instead of its follower",
+        "modeling/attention_weights",
+        r"1 \+ length \+ repeated, 2 \+ repeated",
+        "1 + length + repeated, 1 + repeated",
+        ("modeling/test_wide_windows.py",),
+    ),
+    Mutation(
+        "all layers have the wide window",
+        "config",
+        r"self\.wide_window if layer_index in self\.wide_layers else self\.window",
+        "self.wide_window",
+        ("test_config.py",),
     ),
     Mutation(
         "the scale of the keys does not follow the memory lengths",

@@ -274,7 +274,8 @@ def window_kernel(
     top, total, near = _add_tokens(
         top, total, near, query, key_tile, value_tile, valid, w == slot, key, value, SOFTCAP, OPERAND, PRECISION
     )
-    for tile in range(1, (WIDTH + BLOCK_W - 1) // BLOCK_W):
+    filled = tl.minimum(position + 1, WIDTH).to(tl.int32)
+    for tile in range(1, tl.cdiv(filled, BLOCK_W)):
         w = tile * BLOCK_W + tl.arange(0, BLOCK_W)
         valid = (w < WIDTH) & (w <= position)
         tokens = ring + w[:, None] * D + i[None, :]

@@ -19,7 +19,15 @@ from torch.nn import functional as F
 from fastweights.decode.model import DecodeModel
 from fastweights.decode.prefill import prefill
 from fastweights.modeling.layer import apply_rotary
-from fastweights.ops.step import WINDOW_TILE, Rotary, can_overlap, has_window_kernel, window_kernel, window_tile
+from fastweights.ops.step import (
+    WIDEST_RING,
+    WINDOW_TILE,
+    Rotary,
+    can_overlap,
+    has_window_kernel,
+    window_kernel,
+    window_tile,
+)
 
 pytestmark = [needs_triton, pytest.mark.filterwarnings("ignore")]
 # B, S, G, d, w, pairs, sinks: odd ones, single ones, more queries than a tile's smallest, heads of 64, several tiles
@@ -119,7 +127,8 @@ def test_window_tile_fits_into_shared_memory(monkeypatch: pytest.MonkeyPatch) ->
     assert [window_tile(*size, device) for size in sizes] == [16, 64, 256, 256, 256, 64]
     monkeypatch.setattr("fastweights.ops.step.shared_bytes", lambda _: 99 * 1024)
     assert window_tile(508, 64, device) == 128 and window_tile(508, 256, device) == 32
-    assert has_window_kernel(512, device) and not has_window_kernel(513, device)
+    assert has_window_kernel(WIDEST_RING, 512, device)
+    assert not has_window_kernel(WIDEST_RING + 1, 64, device) and not has_window_kernel(16, 513, device)
 
 
 MODELS = [
@@ -163,4 +172,4 @@ def test_window_step_is_bitwise_reproducible() -> None:
 
 def test_window_kernel_compiles_without_a_gpu() -> None:
     """For every dtype and the widest tile."""
-    assert run_compiling("compile_window").count("bytes shared") == 6
+    assert run_compiling("compile_window").count("bytes shared") == 12
