@@ -387,7 +387,7 @@ MUTATIONS = [
     Mutation(
         "a layer named twice is accepted",
         "config",
-        r"or len\(set\(self\.layers\)\) != len\(self\.layers\)",
+        r"or len\(set\(layers\)\) != len\(layers\)",
         "",
         ("test_config.py", "cli/test_bad_values.py"),
     ),
