@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,6 +22,7 @@ from fastweights.conversion import check_layers
 from fastweights.data.batches import validation_rows
 from fastweights.data.readers import DataError, read_text
 from fastweights.data.token_files import check_vocabulary, prepare
+from fastweights.experiments.gpu_sharing import shared_gpu
 from fastweights.experiments.grid import GridError, Variant
 from fastweights.experiments.job import BaseModel, Job, Setup
 from fastweights.experiments.measure import measure_run
@@ -76,14 +77,16 @@ def name_tests(sources: Sequence[str]) -> dict[str, str]:
     return {name if names.count(name) == 1 else source: source for name, source in zip(names, sources, strict=True)}
 
 
-def launch(arguments: Sequence[str], log: TextIO, lock: FileLock, threads: int) -> subprocess.Popen:
+def launch(
+    arguments: Sequence[str], log: TextIO, lock: FileLock, threads: int, environment: Mapping[str, str]
+) -> subprocess.Popen:
     """Start `fastweights ARGUMENTS`. It does not get the terminal's Ctrl-C, and it inherits the lock of its run."""
     return subprocess.Popen(
         [sys.executable, "-m", "fastweights", *arguments],
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,
-        env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+        env=os.environ | {"OMP_NUM_THREADS": str(threads), **environment},
         pass_fds=(lock.fileno(),),
         start_new_session=True,
     )
@@ -113,7 +116,7 @@ def compare(variants: Sequence[Variant], setup: Setup, at_once: int = 1, minutes
     display = RunsDisplay(Console(stderr=True))
     if len(waiting) < len(jobs):
         display.print(f"{len(jobs) - len(waiting)} of {len(jobs)} runs are done already")
-    runner = _Runner(waiting, base, at_once, display)
+    runner = _Runner(waiting, base, at_once, setup.device, display)
     runner.run(None if minutes is None else 60 * minutes - (time.monotonic() - started))
     results = [job.read_result() for job in jobs if job.result.is_file()]
     return Outcome(results, runner.failed, len(jobs), runner.stop_signal)
@@ -160,9 +163,13 @@ def _check_model(job: Job, base: Any) -> None:
 class _Runner:
     """Starts processes, a few at once, until all jobs have had one or a signal comes."""
 
-    def __init__(self, jobs: Sequence[Job], base: BaseModel, at_once: int, display: RunsDisplay) -> None:
+    def __init__(
+        self, jobs: Sequence[Job], base: BaseModel, at_once: int, device: str | None, display: RunsDisplay
+    ) -> None:
+        self.device = device
         self.waiting, self.at_once, self.display = list(jobs), max(1, min(at_once, len(jobs))), display
         self.base = base
+        self.environment: dict[str, str] = {}  # variables of the processes, besides this one's
         self.running: dict[Job, Any] = {}  # and their processes
         self.measured: set[Job] = set()  # those whose process measures
         self.locked_elsewhere: set[str] = set()
@@ -171,7 +178,12 @@ class _Runner:
 
     def run(self, seconds: float | None) -> None:
         """Run the jobs, for so many seconds at most and the time that stopping takes."""
-        with stop_signals(self.stop, self._acknowledge), alarm(seconds, self.stop), self.display:
+        with (
+            stop_signals(self.stop, self._acknowledge),
+            alarm(seconds, self.stop),
+            self.display,
+            shared_gpu(self.at_once, self.device, self.display.print) as self.environment,
+        ):
             try:
                 while self.running or (self.waiting and not self.stop_signal):
                     self._start_waiting()
@@ -231,7 +243,8 @@ class _Runner:
 
     def _launch(self, job: Job, arguments: Sequence[str]) -> None:
         with job.log.open("a") as log:
-            process = launch(arguments, log, job.lock, threads=max(1, torch.get_num_threads() // self.at_once))
+            threads = max(1, torch.get_num_threads() // self.at_once)
+            process = launch(arguments, log, job.lock, threads, self.environment)
         job.lock.name_holder(process.pid)
         self.running[job] = process
         if self.stop_signal:  # it came in the meantime

@@ -223,13 +223,13 @@ class Launched:
         return self.process.exitcode
 
 
-def launch_forked(arguments: list[str], log: Any, lock: Any, threads: int) -> Launched:
+def launch_forked(arguments: list[str], log: Any, lock: Any, threads: int, environment: Any) -> Launched:
     return Launched(
         multiprocessing.get_context("fork").Process(target=_program, args=(arguments, {}, Path(log.name), None))
     )
 
 
-def launch_from_server(arguments: list[str], log: Any, lock: Any, threads: int) -> Launched:
+def launch_from_server(arguments: list[str], log: Any, lock: Any, threads: int, environment: Any) -> Launched:
     """For the process of the tests itself. The parent of what it starts is the fork server, so nobody watches it."""
     unwatched = [part for part in arguments if part not in ("--parent", str(os.getpid()))]
     return Launched(PROCESSES.Process(target=_program, args=(unwatched, {}, Path(log.name), None)))
