@@ -109,9 +109,9 @@ class FastWeightsConfig:
     )
     wide_layers: tuple[int, ...] | None = setting(
         None,
-        "Converted layers with the window wide_window, counted from 0. By default one converted layer in six: those "
-        "whose heads attend most to what followed an earlier occurrence of the token, measured on repeated random "
-        "tokens.",
+        "Converted layers with the window wide_window, counted from 0. By default one converted layer in four: those "
+        "whose heads attend most to an earlier occurrence of the token and to what followed it, measured on repeated "
+        "random tokens.",
     )
     mix: str = setting(
         "constant",

@@ -11,7 +11,7 @@ RECOMMENDED, PAPER = "recommended", "paper"
 PRESETS = (RECOMMENDED, PAPER)
 PRESET_HELP = (
     "Settings that are not given: recommended, the best ones with constant memory that we know (gated_delta, m = head "
-    "dimension but at most 128, window 124 and 508 in one layer in six, sinks 4, mix token, shared projections, gate "
+    "dimension but at most 128, window 124 and 508 in one layer in four, sinks 4, mix token, shared projections, gate "
     "rank 32), or paper, the best ones of each rule in the paper (decay, m = 32, no window), which are the defaults "
     "that other options name."
 )

@@ -21,14 +21,14 @@ from fastweights.modeling.modes import evaluating
 from fastweights.modeling.positions import position_limit
 from fastweights.utils.errors import Argument
 
-# The repeated random tokens of `prefix_matching`: rows, and tokens before they are repeated, where positions allow it.
+# The repeated random tokens of `lookup_attention`: rows, and tokens before they are repeated, where positions allow it.
 ROWS, REPEATED = 4, 128
 # Tokens of a repetition that are left out: there is no earlier text yet to recognize it by.
 FIRST_REPEATED = 8
 # The shortest row of repeated tokens with something to measure.
 SHORTEST = 2 * (FIRST_REPEATED + 2) + 1
 # One layer in so many gets the wide window.
-LAYERS_PER_WIDE_LAYER = 6
+LAYERS_PER_WIDE_LAYER = 4
 
 
 def queries_and_keys(
@@ -74,24 +74,25 @@ def attention_weights(q: Tensor, k: Tensor, shape: AttentionShape, rows: Tensor,
     return logits.masked_fill(~visible, float("-inf")).softmax(-1)
 
 
-def prefix_matching(model: Any, layers: Iterable[int]) -> dict[int, float]:
-    """How much layers attend to the token that followed an earlier occurrence of the current one.
+def lookup_attention(model: Any, layers: Iterable[int]) -> dict[int, float]:
+    """How much layers attend to an earlier occurrence of the current token, and to the token that followed it.
 
-    Heads that do so, and copy what they find, let a Transformer repeat and look up earlier text (induction heads,
-    Olsson et al., 2022). They show with repeated random tokens, so this takes no text.
+    Heads that do so let a Transformer repeat and look up earlier text: duplicate-token heads (Wang et al., 2022) find
+    the earlier occurrence, and induction heads (Olsson et al., 2022) what followed it. They show with repeated random
+    tokens, so this takes no text.
 
     Args:
         model: A pretrained model, in memory, with positions for at least SHORTEST tokens.
         layers: Indices of the layers to measure.
 
     Returns:
-        For each of the layers the sum over its heads of the mean attention to that token.
+        For each of the layers the sum over its heads of the mean attention to these two tokens.
     """
     family, ids = family_of(model), _repeated_tokens(model)
     blocks, length = family.blocks(model), ids.shape[1] // 2
     # The first token of a row is not repeated: token t of the repeated ones is at 1 + t, and again at 1 + length + t.
     repeated = torch.arange(FIRST_REPEATED, length - 1)
-    queries, followers, place = 1 + length + repeated, 2 + repeated, torch.arange(ids.shape[1])
+    queries, earlier, place = 1 + length + repeated, 1 + repeated, torch.arange(ids.shape[1])
     scores: dict[int, float] = {}
 
     def measure(layer: int) -> Any:
@@ -100,7 +101,8 @@ def prefix_matching(model: Any, layers: Iterable[int]) -> dict[int, float]:
             q, k, shape = queries_and_keys(model, layer, x, keywords.get("position_embeddings"))
             rows, places = queries.to(x.device), place.to(x.device)
             weights = torch.stack([attention_weights(*row, shape, rows, places) for row in zip(q, k, strict=True)])
-            scores[layer] = float(weights[:, :, range(len(rows)), followers].mean((0, 2)).sum())
+            found = weights[:, :, range(len(rows)), earlier] + weights[:, :, range(len(rows)), earlier + 1]
+            scores[layer] = float(found.mean((0, 2)).sum())
 
         return hook
 
@@ -130,14 +132,14 @@ def _repeated_tokens(model: Any) -> Tensor:
 
 def wide_layers(model: Any, candidates: Collection[int]) -> tuple[int, ...]:
     """The layers that should get a wide window: of the candidates one in LAYERS_PER_WIDE_LAYER, at least one, those
-    with the most prefix matching. None of them where the model has too few positions for any use of it.
+    that look up most. None of them where the model has too few positions for any use of it.
 
     Raises:
         ConfigError: Values of the model overflow, so that nothing can be measured.
     """
     if (position_limit(model) or SHORTEST) < SHORTEST:
         return ()
-    scores = prefix_matching(model, candidates)
+    scores = lookup_attention(model, candidates)
     if not all(map(math.isfinite, scores.values())):
         reason = f" cannot be chosen: values of the model overflow in {str(model.dtype).removeprefix('torch.')}"
         raise ConfigError(Argument("wide_layers"), f"{reason}; load it in float32 or bfloat16, or name the layers")

@@ -299,10 +299,10 @@ MUTATIONS = [
         ("training/test_attention_distance.py",),
     ),
     Mutation(
-        "prefix matching looks at the repeated token instead of its follower",
+        "wide layers are chosen by what stands before the repeated token",
         "modeling/attention_weights",
-        r"1 \+ length \+ repeated, 2 \+ repeated",
-        "1 + length + repeated, 1 + repeated",
+        r"1 \+ length \+ repeated, 1 \+ repeated",
+        "1 + length + repeated, repeated - 1",
         ("modeling/test_wide_windows.py",),
     ),
     Mutation(
