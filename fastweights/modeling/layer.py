@@ -442,11 +442,6 @@ class FastWeightsAttention(nn.Module):
         assert y is not None
         return self.dropout(project(self.o_proj, y.flatten(2).to(hidden_states.dtype))), None
 
-    def pretrained_parameters(self) -> list[nn.Parameter]:
-        """Those of the projections, which start as the pretrained ones or as an approximation of them."""
-        projections = [part.projections for part in (self.rule, self.window) if part is not None]
-        return [p for part in (*projections, self.o_proj) if part is not None for p in part.parameters()]
-
     def _mix(self, from_rule: Tensor, from_window: Tensor, gate_input: Tensor) -> Tensor:
         assert self.mix is not None
         mixed = self.mix(from_rule, from_window, gate_input)

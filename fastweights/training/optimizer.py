@@ -60,20 +60,12 @@ def learning_rate_share(step: int, steps: int, stage: Stage) -> float:
 
 
 def parameter_groups(student: Any, stage: Stage) -> list[tuple[list[nn.Parameter], float]]:
-    """Parameters of the new attention, of its projections and of the body, with their highest learning rates."""
+    """Parameters of the new attention, and of the body, with their highest learning rates."""
     attention = [p for layer in converted_layers(student).values() for p in layer.parameters()]
-    pretrained = {p for layer in converted_layers(student).values() for p in layer.pretrained_parameters()}
     known = set(attention)
     body = [p for p in student.parameters() if p not in known]
-    projection_rate, body_rate = (
-        stage.learning_rate if rate is None else rate
-        for rate in (stage.projection_learning_rate, stage.body_learning_rate)
-    )
-    return [
-        ([p for p in attention if p not in pretrained], stage.learning_rate),
-        ([p for p in attention if p in pretrained], projection_rate),
-        (body, 0.0 if stage.loss == "transfer" else body_rate),
-    ]
+    body_rate = stage.learning_rate if stage.body_learning_rate is None else stage.body_learning_rate
+    return [(attention, stage.learning_rate), (body, 0.0 if stage.loss == "transfer" else body_rate)]
 
 
 def _disable_dropout(student: Any) -> None:

@@ -51,13 +51,6 @@ class Stage:
         ge=0,
         le=LARGEST_RATE,
     )
-    projection_learning_rate: float | None = setting(
-        None,
-        "Peak learning rate of the new attention's projections (queries, keys, values and outputs), which start as "
-        "pretrained ones; by default learning_rate.",
-        ge=0,
-        le=LARGEST_RATE,
-    )
     warmup: float = setting(
         0.05, "Fraction of the steps of the stage during which the learning rate rises from 0.", ge=0, le=1
     )

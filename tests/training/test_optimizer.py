@@ -89,26 +89,6 @@ def test_attention_and_body_have_separate_learning_rates(
         assert parameter.requires_grad == (expected is not None), name
 
 
-@pytest.mark.parametrize("loss", ["transfer", "distill"])
-@pytest.mark.parametrize("rate", [0.1, 0.0])
-def test_projections_may_have_a_learning_rate_of_their_own(loss: str, rate: float) -> None:
-    student = student_of(layers=(1,))
-    stage = dict(loss=loss, learning_rate=0.3, projection_learning_rate=rate, body_learning_rate=0.2)
-    found = rates(student, prepared(student, **stage))
-    pretrained = ("projections.", "o_proj.")
-    (layer,) = converted_layers(student).values()
-    ids = {id(p): name for name, p in layer.named_parameters()}
-    seen = set()
-    for name, parameter in student.named_parameters():
-        if id(parameter) in ids:
-            of_projection = any(part in ids[id(parameter)] for part in pretrained)
-            seen.add(of_projection)
-            assert found.get(name) == ((rate or None) if of_projection else 0.3), name
-        else:
-            assert found.get(name) == (None if loss == "transfer" else 0.2), name
-    assert seen == {True, False}
-
-
 def test_unconverted_model_has_one_learning_rate() -> None:
     student = pretrained("gpt2")
     assert set(rates(student, prepared(student, learning_rate=0.3)).values()) == {0.3}
