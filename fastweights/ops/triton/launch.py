@@ -4,8 +4,8 @@ Shapes: q, k [B,T,H,m]   v, y [B,T,H,d]   gates f [B,T,H,m], z [B,T,H,d], g [B,T
         state [B,H,d,m]   tile_states [B*H,tiles,d,m]: states at the tiles' starts, in the precision of the products
         what the delta rules' kernels leave for each other: see wy.py
 
-Where the heads alone do not fill the GPU, tiled rules cut time into segments: a first kernel finds what each segment
-does to the state, a scan over the segments finds the states at their starts, and then all segments run in parallel.
+Where the heads alone do not fill the GPU, time is cut into segments: a first kernel finds what each segment does to the
+state, a scan over the segments finds the states at their starts, and then all segments run in parallel.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ LAUNCH_OPTIONS = {"num_warps", "maxnreg"}
 # Programs per multiprocessor that a split targets. Several hide each other's memory latency. The backward pass needs
 # more registers, so fewer of its programs run at a time; more and shorter ones leave less of the GPU idle at the end.
 FORWARD_PROGRAMS, BACKWARD_PROGRAMS = 3, 6
+# For the delta rules: their programs are larger, and each state is cut into slices besides.
+DELTA_PROGRAMS = 2
 
 
 class ProblemShape(NamedTuple):
@@ -87,10 +89,15 @@ class Plan:
         }
         bm = self.blocks.bm
         self.constants["F_WIDTH"] = {"decay": bm, "gated_delta": bm, "gated": 1}.get(self.rule, 0)
+        # Launches of the kernels that split the pairs of a chunk if its gates are small (wy.py).
+        self.splits = (False, True) if self.rule == "gated_delta" else (False,)
         self.slices = triton.cdiv(shape.d, self.blocks.bd)
         self.tiles = triton.cdiv(shape.length, CHUNK if self.solved else TILE)
         if self.solved:
             self.constants |= {"STORED": DTYPES[self.stored], "CHUNK": CHUNK}
+            # A state's transition costs as much as the state itself, so heads that fill the GPU are not cut.
+            programs = DELTA_PROGRAMS if self.sequences * self.slices < multiprocessors(shape.device) else 0
+            self.segments, self.segment_length = self._split(programs)
         else:
             self.constants |= {"HAS_Z": self.rule == "decay", "INPUT_GATE": self.rule == "gated", "TILE": TILE}
             self.segments, self.segment_length = self._split(FORWARD_PROGRAMS)
@@ -100,7 +107,7 @@ class Plan:
         """Number and length of the segments, for about `programs` programs per multiprocessor.
 
         One segment if the heads alone are enough. A segment has at least about 4 tiles of SEGMENT_TILE tokens. Its
-        length is a multiple of SEGMENT_TILE, so that no tile crosses a boundary.
+        length is a multiple of SEGMENT_TILE, so that no tile or chunk crosses a boundary.
         """
         target = programs * multiprocessors(self.shape.device) // (self.sequences * self.slices)
         segments = max(1, min(target, triton.cdiv(self.shape.length, 4 * SEGMENT_TILE)))
@@ -119,7 +126,8 @@ class Plan:
     def saved(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shapes and dtypes of what the forward pass leaves for the backward pass.
 
-        tile_states for the tiled rules; w, u, k_end, q_start, scores, inverses, decays and states for the delta rules.
+        tile_states for the tiled rules; w, u, k_end, q_start, scores, inverses, decays, splits, transitions and states
+        for the delta rules.
         """
         _, _, _, _, m, d, *_ = self.shape
         if not self.solved:
@@ -129,7 +137,9 @@ class Plan:
         # u goes into the state, and its rounding stays there for as long as the gates are open.
         tokens = [(bm, stored), (wide, exact), (bm, stored), (bm, stored), (CHUNK, stored), (CHUNK, stored)]
         by_token = [((chunks, CHUNK, width), dtype) for width, dtype in tokens]
-        return [*by_token, ((chunks, bm), exact), ((chunks, bm, wide), stored)]
+        transitions = (self.sequences * self.segments if self.segments > 1 else 0, bm, bm)
+        by_chunk = [((chunks, bm), exact), ((chunks,), torch.int8), (transitions, exact)]
+        return [*by_token, *by_chunk, ((chunks, bm, wide), stored)]
 
 
 plan_for = functools.lru_cache(maxsize=1024)(Plan)
@@ -287,14 +297,20 @@ def _forward_delta(
     *first, last = plan.saved()
     made = [v.new_empty(size, dtype=dtype) for size, dtype in first]
     states = v.new_empty(last[0], dtype=last[1]) if save_states else v
-    w, u, k_end, q_start, scores, _, decays = made
+    *prepared, transitions = made
+    w, u, k_end, q_start, scores, _, decays, _ = prepared
     sizes = plan.shape[2:6]
-    arguments = (q, k, v, *_pointers(q, *_f_and_g(gates), flags), *made, *sizes)
-    run(wy.prepare, (plan.sequences * plan.tiles,), arguments, **plan.options(wy.prepare, "prepare"))
-    inputs = (w, u, k_end, q_start, scores, decays, *_pointers(q, state))
-    options = plan.options(wy.forward, "forward", HAS_START=state is not None, SAVE_STATES=save_states)
+    arguments = (q, k, v, *_pointers(q, *_f_and_g(gates), flags), *prepared, *sizes)
+    for split in plan.splits:
+        options = plan.options(wy.prepare, "prepare", SPLIT=split)
+        run(wy.prepare, (plan.sequences * plan.tiles,), arguments, **options)
+    by_chunk, starts = (w, u, k_end, q_start, scores, decays), state
+    if plan.segments > 1:
+        starts = _delta_boundaries(plan, False, (*by_chunk, v), transitions, _zeros_if_none(end, state))
+    options = plan.options(wy.forward, "forward", HAS_START=starts is not None, SAVE_STATES=save_states)
+    outputs = (y, states, end, *plan.sizes(plan.segment_length))
     grid, slice_rows = _delta_slices(plan, "forward")
-    run(wy.forward, grid, (*inputs, y, states, end, *sizes), SLICE=slice_rows, **options)
+    run(wy.forward, grid, (*by_chunk, *_pointers(q, starts), *outputs), SLICE=slice_rows, **options)
     return [*made, states] if save_states else []
 
 
@@ -309,24 +325,49 @@ def _backward_delta(
     dy: Tensor,
     dend: Tensor,
 ) -> list[Tensor]:
-    w, u, k_end, q_start, scores, inverses, decays, states = saved
+    w, u, k_end, q_start, scores, inverses, decays, splits, transitions, states = saved
     du, dstates, dstart = torch.empty_like(u), torch.empty_like(states), dend.new_empty(dend.shape)
-    sizes = plan.shape[2:6]
+    sizes, dends = plan.shape[2:6], dend
+    if plan.segments > 1:
+        dends = _delta_boundaries(plan, True, (w, u, k_end, q_start, scores, decays, dy), transitions, dend)
     grid, slice_rows = _delta_slices(plan, "backward")
-    by_chunk = (w, k_end, q_start, scores, decays, dy, dend, du, dstates, dstart, *sizes)
-    run(wy.backward, grid, by_chunk, SLICE=slice_rows, **plan.options(wy.backward, "backward"))
+    arguments = (w, k_end, q_start, scores, decays, dy, dends, du, dstates, dstart, *plan.sizes(plan.segment_length))
+    run(wy.backward, grid, arguments, SLICE=slice_rows, **plan.options(wy.backward, "backward"))
     dq, dk, dv, *dgates = [x.new_empty(x.shape) for x in (q, k, v, *gates)]
-    inputs = (q, k, *_pointers(q, *_f_and_g(gates), flags), u, inverses, decays, states, dy, du, dstates)
+    inputs = (q, k, *_pointers(q, *_f_and_g(gates), flags), u, inverses, decays, splits, states, dy, du, dstates)
     arguments = (*inputs, dq, dk, dv, *_pointers(q, *_f_and_g(dgates)), *sizes)
-    options = plan.options(wy.gradients, "gradients")
-    run(wy.gradients, (plan.sequences * plan.tiles,), arguments, SLICE=_slice_rows(plan, "gradients"), **options)
+    for split in plan.splits:
+        options = plan.options(wy.gradients, "gradients", SPLIT=split)
+        run(wy.gradients, (plan.sequences * plan.tiles,), arguments, SLICE=_slice_rows(plan, "gradients"), **options)
     return [dq, dk, dv, dstart, *dgates]
 
 
-def _delta_slices(plan: Plan, kernel: str) -> tuple[tuple[int, ...], int]:
-    """The grid of a kernel that goes from chunk to chunk, and the rows of the state in each of its programs."""
-    wide, rows = plan.slices * plan.blocks.bd, _slice_rows(plan, kernel)
-    return (plan.sequences * (wide // rows),), rows
+def _delta_slices(plan: Plan, kernel: str, more_rows: int = 0) -> tuple[tuple[int, ...], int]:
+    """The grid of a kernel that goes from chunk to chunk, and the rows of the state in each of its programs.
+    `more_rows` are those of the transition."""
+    wide, rows = plan.slices * plan.blocks.bd + more_rows, _slice_rows(plan, kernel)
+    return (plan.sequences * (wide // rows), plan.segments), rows
+
+
+def _delta_boundaries(
+    plan: Plan, reverse: bool, by_chunk: tuple[Tensor, ...], transitions: Tensor, boundary: Tensor
+) -> Tensor:
+    """States at the segments' starts (reverse: gradients of states at their ends), [B*H,segments,d,m].
+
+    `by_chunk` are the first arguments of segment_effects, and `boundary` is the state at the first start (reverse: its
+    gradient at the last end). Not in reverse, `transitions` is filled.
+    """
+    sums = boundary.new_empty(plan.sequences, plan.segments, plan.shape.d, plan.shape.m)
+    states, kernel = torch.empty_like(sums), "backward" if reverse else "forward"
+    grid, rows = _delta_slices(plan, kernel, 0 if reverse else plan.blocks.bm)
+    options = plan.options(wy.segment_effects, kernel, REVERSE=reverse)
+    arguments = (*by_chunk, sums, transitions, *plan.sizes(plan.segment_length))
+    run(wy.segment_effects, grid, arguments, SLICE=rows, **options)
+    sizes = (plan.segments, plan.shape.m, plan.shape.d)
+    (programs, _), rows = _delta_slices(plan, kernel)
+    arguments = (boundary, sums, transitions, states, *sizes)
+    run(wy.scan_segments, (programs,), arguments, REVERSE=reverse, SLICE=rows, BM=plan.blocks.bm, BD=plan.blocks.bd)
+    return states
 
 
 def _slice_rows(plan: Plan, kernel: str) -> int:

@@ -13,13 +13,19 @@ So there are four kernels, and the two that go from chunk to chunk consist of a 
     forward     chunk by chunk: U, Y and the states
     backward    chunk by chunk, from the last: dU and the gradients of the states
     gradients   all chunks in parallel: the gradients of queries, keys, values and gates
+Few long sequences do not fill a GPU chunk by chunk. Their time is cut into segments: U_0 - W S_0^T makes S_end linear
+in S_0, so segment_effects computes the matrix and the sum of each segment, all in parallel, scan_segments the states
+between them, and then forward and backward go through all segments at the same time.
 
 Products of pairs of tokens have the gates between the two: q_t k_s F_t/F_s. F alone would leave float32's range, so
-they are computed on LEVELS, each with its own reference point, relative to which both tokens are scaled:
-    CROSS   a token in the second half of the chunk with one in the first half. The reference is the middle of the
-            chunk; both scales are at most 1.
-    NEAR    pairs within a half. The reference is the root of the half's product, as in tiled.py.
-    ALL     without gates there is one level for all pairs, and nothing is scaled.
+both tokens are scaled relative to a reference point. One pass over all pairs is enough if the gates of a chunk allow
+it, as nearly all do. For chunks with smaller gates, two passes (SPLIT) are made by a second launch of `prepare` and
+`gradients`: with both ways in one program, all chunks would pay for the registers of the second one. Passes:
+    ALL     all pairs. The reference is the root of the chunk's product, relative to which 32 gates of sigmoid(-5) on
+            average stay within e^80. Without gates nothing is scaled.
+    NEAR    pairs within a half of the chunk. The reference is the root of the half's product, as in tiled.py.
+    CROSS   a token in the second half with one in the first half. The reference is the middle of the chunk; both
+            scales are at most 1.
 
 Precision: the rule takes differences of values and what the state returns for their keys, so all products have
 float32 operands (tf32, or three-way split tf32), whatever the dtype of the inputs. STORED is the dtype of what kernels
@@ -65,8 +71,10 @@ from fastweights.ops.triton.primitives import (
 
 # log2 of the tokens of a chunk, for the loop of `invert`.
 CHUNK_BITS = tl.constexpr(CHUNK_TOKENS.bit_length() - 1)
-# Levels of pairs.
+# Passes over pairs of tokens.
 ALL, NEAR, CROSS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# log2 of the smallest product of a chunk's gates for one pass over its pairs: e^-160, whose root is e^-80.
+SMALLEST_PRODUCT = tl.constexpr(-231.0)
 
 
 # Parts of the kernels
@@ -86,6 +94,13 @@ def locate_chunk(length, heads, CHUNK: tl.constexpr):
     head, start = n // chunks, n % chunks * CHUNK
     first = head // heads * length + start
     return n, start, first * heads + head % heads, first
+
+
+@triton.jit
+def chunks_of_segment(segment, segment_length, chunks, CHUNK: tl.constexpr):
+    """The first chunk of a segment, and the one after its last. A segment is a multiple of CHUNK long."""
+    first = segment * (segment_length // CHUNK)
+    return first, tl.minimum(first + segment_length // CHUNK, chunks)
 
 
 @triton.jit
@@ -125,57 +140,53 @@ def load_log_f(f, i, is_real, gate_is_one, heads, columns, width, F_WIDTH: tl.co
 
 
 @triton.jit
-def half_products(log, F_WIDTH: tl.constexpr, STORED: tl.constexpr, CHUNK: tl.constexpr):
-    """Products of the gates within the halves of a chunk, from their log2 [CHUNK,columns].
+def chunk_products(log, F_WIDTH: tl.constexpr, SPLIT: tl.constexpr, STORED: tl.constexpr, CHUNK: tl.constexpr):
+    """Products of a chunk's gates, from their log2 [CHUNK,columns]. Without gates, zeros and ones that broadcast.
 
-    Returns F_t / root and root / F_t [CHUNK,columns], where F_t is the product from the start of the token's half
-    through the token and root^2 that of the whole half, and the roots of both halves [1,columns]. Relative to the root,
-    16 gates at the floor stay within e^80, as in tiled.py.
+    With F_t the product from the start of the chunk through token t, returns
+        log2 of F_t relative to the root of the chunk's product, or with SPLIT to that of its half's  [CHUNK,columns]
+        F_t, and the product of the gates after token t  [CHUNK,columns]
+        log2 of the product of the chunk, and of its first half with SPLIT  [columns]
     The sum of logs is a product with a constant matrix, which costs less here than a scan.
     """
-    running, inverse = tl.full([1, 1], 1.0, tl.float32), tl.full([1, 1], 1.0, tl.float32)
-    first_root, second_root = running, running
+    relative, total = tl.zeros([1, 1], tl.float32), tl.zeros([1], tl.float32)
+    first = total
+    before, after = relative, relative
     if F_WIDTH > 0:
         i = tl.arange(0, CHUNK)
         t, s = i[:, None], i[None, :]
-        same_half = t // (CHUNK // 2) == s // (CHUNK // 2)
-        relative = matmul_exact(tl.where(same_half, tl.where(s <= t, 0.5, -0.5), 0.0), log, STORED)
-        running, inverse = tl.exp2(relative), tl.exp2(-relative)
-        halves = tl.sum(tl.where(t < CHUNK // 2, log, 0.0), 0), tl.sum(tl.where(t < CHUNK // 2, 0.0, log), 0)
-        first_root, second_root = tl.exp2(0.5 * halves[0])[None, :], tl.exp2(0.5 * halves[1])[None, :]
-    return running, inverse, first_root, second_root
+        signs, total = tl.where(s <= t, 0.5, -0.5), tl.sum(log, 0)
+        before = 0.5 * total[None, :]
+        after = before
+        if SPLIT:
+            signs = tl.where(t // (CHUNK // 2) == s // (CHUNK // 2), signs, 0.0)
+            first = tl.sum(tl.where(t < CHUNK // 2, log, 0.0), 0)
+            second = total - first
+            before = tl.where(t < CHUNK // 2, 0.5 * first[None, :], (first + 0.5 * second)[None, :])
+            after = tl.where(t < CHUNK // 2, (second + 0.5 * first)[None, :], 0.5 * second[None, :])
+        relative = matmul_exact(signs, log, STORED)
+    return relative, tl.exp2(before + relative), tl.exp2(after - relative), total, first
 
 
 @triton.jit
-def by_half(first, second, F_WIDTH: tl.constexpr, CHUNK: tl.constexpr):
-    """One factor for tokens of the first half and another for those of the second half."""
-    factor = first
-    if F_WIDTH > 0:
-        factor = tl.where((tl.arange(0, CHUNK) < CHUNK // 2)[:, None], first, second)
-    return factor
+def scales_of_pass(relative, total, first, PASS: tl.constexpr):
+    """The scales of a pass, for the token of a pair that reads and for the one that is read [CHUNK,columns]."""
+    reader, read = relative, -relative
+    if PASS == CROSS:
+        reader += 0.5 * (total - first)[None, :]
+        read += 0.5 * first[None, :]
+    return tl.exp2(reader), tl.exp2(read)
 
 
 @triton.jit
-def level_scales(running, inverse, first_root, second_root, LEVEL: tl.constexpr, CHUNK: tl.constexpr):
-    """The scales of a level: for the token of a pair that reads, and for the one that is read."""
-    reader, read = running, inverse
-    if LEVEL == CROSS:
-        in_first = (tl.arange(0, CHUNK) < CHUNK // 2)[:, None]
-        # Only half of the tokens read, and only the others are read: the scales of the rest would overflow.
-        reader = tl.where(in_first, 0.0, running * second_root)
-        read = tl.where(in_first, inverse * first_root, 0.0)
-    return reader, read
-
-
-@triton.jit
-def pair_mask(same, AT_LEAST: tl.constexpr, LEVEL: tl.constexpr, CHUNK: tl.constexpr):
-    """The pairs (t, s) of a level with t - s >= AT_LEAST."""
+def pair_mask(same, AT_LEAST: tl.constexpr, PASS: tl.constexpr, CHUNK: tl.constexpr):
+    """The pairs (t, s) of a pass with t - s >= AT_LEAST [CHUNK,CHUNK]."""
     i = tl.arange(0, CHUNK)
     one_half = i[:, None] // (CHUNK // 2) == i[None, :] // (CHUNK // 2)
     mask = lower_triangle(CHUNK, AT_LEAST) & same
-    if LEVEL == NEAR:
+    if PASS == NEAR:
         mask = mask & one_half
-    if LEVEL == CROSS:
+    if PASS == CROSS:
         mask = mask & (one_half == 0)
     return mask
 
@@ -219,40 +230,46 @@ def store_stored(x, offsets, value):
 
 @triton.jit(do_not_specialize=SIZES)
 def prepare(
-    q, k, v, f, g, flags, w, u, k_end, q_start, scores, inverses, decays, length, heads, m, d,
-    F_WIDTH: tl.constexpr, HAS_FLAGS: tl.constexpr, CHUNK: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
-    M_ALIGN: tl.constexpr, D_ALIGN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, STORED: tl.constexpr,
+    q, k, v, f, g, flags, w, u, k_end, q_start, scores, inverses, decays, splits, length, heads, m, d,
+    SPLIT: tl.constexpr, F_WIDTH: tl.constexpr, HAS_FLAGS: tl.constexpr, CHUNK: tl.constexpr,
+    BM: tl.constexpr, BD: tl.constexpr, M_ALIGN: tl.constexpr, D_ALIGN: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
-    """Compute what does not depend on the state; `u` is filled with U_0. Grid: (N,)."""
+    """Compute what does not depend on the state; `u` is filled with U_0. Grid: (N,).
+
+    A first launch without SPLIT leaves out the chunks whose gates are too small for one pass, and marks them in
+    `splits` [N] for a second launch.
+    """
     m, d = assume_multiple(m, M_ALIGN), assume_multiple(d, D_ALIGN)
     n, start, base, token = locate_chunk(length, heads, CHUNK)
+    if SPLIT and tl.load(splits + n) == 0:
+        return
     i, mi = tl.arange(0, CHUNK), tl.arange(0, BM)
     in_range = start + i < length
     is_real, gate_is_one, same, reads_start, in_end, survives = load_masks(flags + token, i, in_range, HAS_FLAGS, CHUNK)
+    log, _ = load_log_f(f + base * m, i, is_real, gate_is_one, heads, mi, m, F_WIDTH, STORED)
+    relative, from_start, to_end, total, first_half = chunk_products(log, F_WIDTH, SPLIT, STORED, CHUNK)
+    if F_WIDTH > 0 and not SPLIT:
+        too_small = tl.min(total, 0) <= SMALLEST_PRODUCT
+        tl.store(splits + n, too_small.to(tl.int8))
+        if too_small:
+            return
     qt = load_tile(q + base * m, i, is_real, heads, mi, m)
     kt = load_tile(k + base * m, i, is_real, heads, mi, m)
     gate, _ = load_g(g + base, i, is_real, heads)
-    log, _ = load_log_f(f + base * m, i, is_real, gate_is_one, heads, mi, m, F_WIDTH, STORED)
-    running, inverse, first_root, second_root = half_products(log, F_WIDTH, STORED, CHUNK)
-    first, second = first_root * first_root, second_root * second_root
-    from_start = by_half(first_root, first * second_root, F_WIDTH, CHUNK) * running
-    to_end = by_half(first_root * second, second_root, F_WIDTH, CHUNK) * inverse
     wide, square = rows_of(n, i, mi, BM, CHUNK), rows_of(n, i, i, CHUNK, CHUNK)
     store_stored(k_end, wide, tl.where(in_end, kt * to_end, 0.0))
     store_stored(q_start, wide, tl.where(reads_start, qt * from_start, 0.0))
-    tl.store(decays + n * BM + mi, tl.broadcast_to(tl.sum(survives * first * second, 0), [BM]))
-
-    FIRST: tl.constexpr = NEAR if F_WIDTH > 0 else ALL
-    LAST: tl.constexpr = CROSS if F_WIDTH > 0 else ALL
+    tl.store(decays + n * BM + mi, tl.broadcast_to(survives * tl.exp2(total), [BM]))
     system, queried = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
-    for LEVEL in tl.static_range(FIRST, LAST + 1):
-        reader, read = level_scales(running, inverse, first_root, second_root, LEVEL, CHUNK)
+    for PASS in tl.static_range(NEAR if SPLIT else ALL, (CROSS if SPLIT else ALL) + 1):
+        reader, read = scales_of_pass(relative, total, first_half, PASS)
         k_read = tl.trans(kt * read)
         # where, not a product with the mask: above the diagonal the scaled products may overflow.
         overlap = matmul(kt * reader, k_read, OPERAND, PRECISION)
-        system += tl.where(pair_mask(same, 1, LEVEL, CHUNK), gate * overlap, 0.0)
+        system += tl.where(pair_mask(same, 1, PASS, CHUNK), gate * overlap, 0.0)
         overlap = matmul(qt * reader, k_read, OPERAND, PRECISION)
-        queried += tl.where(pair_mask(same, 0, LEVEL, CHUNK), overlap, 0.0)
+        queried += tl.where(pair_mask(same, 0, PASS, CHUNK), overlap, 0.0)
     store_stored(scores, square, queried)
     solved = invert(system, OPERAND, PRECISION, CHUNK)
     store_stored(inverses, square, solved)
@@ -267,24 +284,26 @@ def prepare(
 
 @triton.jit(do_not_specialize=SIZES)
 def forward(
-    w, u, k_end, q_start, scores, decays, starts, y, states, ends, length, heads, m, d,
+    w, u, k_end, q_start, scores, decays, starts, y, states, ends, length, heads, m, d, segment_length,
     HAS_START: tl.constexpr, SAVE_STATES: tl.constexpr, CHUNK: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
     SLICE: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute y, the end state and, with SAVE_STATES, U (in the place of U_0) and the state at each chunk's start.
 
-    Grid: (B*H*slices,), with SLICE columns of S for each program, out of D. Memory: S [BM,SLICE] in registers.
+    Grid: (B*H*slices, segments), with SLICE columns of S for each program, out of D. Memory: S [BM,SLICE] in registers.
+    HAS_START: `starts` holds the state at each segment's start; otherwise it is zero.
     """
     padded = tl.cdiv(d, BD) * BD
     head, _slice, sequence_start, mi, di, _, _ = locate_program(padded, m, heads, length, BM, SLICE)
     i, chunks = tl.arange(0, CHUNK), tl.cdiv(length, CHUNK)
     state_offsets = di[None, :] * m + mi[:, None]
     in_state = (di < d)[None, :] & (mi < m)[:, None]
-    head = head.to(tl.int64)
+    head, segment, segments = head.to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    first, last = chunks_of_segment(segment, segment_length, chunks, CHUNK)
     S = tl.zeros([BM, SLICE], tl.float32)
     if HAS_START:
-        S = tl.load(starts + head * d * m + state_offsets, mask=in_state, other=0.0)
-    for chunk in tl.range(0, chunks, num_stages=STAGES):
+        S = tl.load(starts + (head * segments + segment) * d * m + state_offsets, mask=in_state, other=0.0)
+    for chunk in tl.range(first, last, num_stages=STAGES):
         n, start = head * chunks + chunk, chunk * CHUNK
         wide, narrow = rows_of(n, i, mi, BM, CHUNK), rows_of(n, i, di, padded, CHUNK)
         ut = load_float(u, narrow) - matmul(load_float(w, wide), S, OPERAND, PRECISION)
@@ -297,25 +316,30 @@ def forward(
             store_stored(u, narrow, ut)
         S = S * tl.load(decays + n * BM + mi)[:, None]
         S += matmul(tl.trans(load_float(k_end, wide)), ut, OPERAND, PRECISION)
-    tl.store(ends + head * d * m + state_offsets, S, mask=in_state)
+    if segment == segments - 1:
+        tl.store(ends + head * d * m + state_offsets, S, mask=in_state)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def backward(
-    w, k_end, q_start, scores, decays, dy, dends, du, dstates, dstarts, length, heads, m, d,
+    w, k_end, q_start, scores, decays, dy, dends, du, dstates, dstarts, length, heads, m, d, segment_length,
     CHUNK: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, SLICE: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute dU and the gradients of the state at each chunk's end and at the start. Grid, memory: as in forward."""
+    """Compute dU and the gradients of the state at each chunk's end and at the start. Grid, memory: as in forward.
+
+    `dends` holds the gradient of the state at each segment's end.
+    """
     padded = tl.cdiv(d, BD) * BD
     head, _slice, sequence_start, mi, di, _, _ = locate_program(padded, m, heads, length, BM, SLICE)
     i, chunks = tl.arange(0, CHUNK), tl.cdiv(length, CHUNK)
     state_offsets = di[None, :] * m + mi[:, None]
     in_state = (di < d)[None, :] & (mi < m)[:, None]
-    head = head.to(tl.int64)
-    dS = tl.load(dends + head * d * m + state_offsets, mask=in_state, other=0.0)
-    for step in tl.range(0, chunks, num_stages=STAGES):
-        chunk = chunks - 1 - step
+    head, segment, segments = head.to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    first, last = chunks_of_segment(segment, segment_length, chunks, CHUNK)
+    dS = tl.load(dends + (head * segments + segment) * d * m + state_offsets, mask=in_state, other=0.0)
+    for step in tl.range(0, last - first, num_stages=STAGES):
+        chunk = last - 1 - step
         n, start = head * chunks + chunk, chunk * CHUNK
         wide = rows_of(n, i, mi, BM, CHUNK)
         base = (sequence_start + start) * heads + head % heads
@@ -327,17 +351,85 @@ def backward(
         dS = dS * tl.load(decays + n * BM + mi)[:, None]
         dS += matmul(tl.trans(load_float(q_start, wide)), dyt, OPERAND, PRECISION)
         dS -= matmul(tl.trans(load_float(w, wide)), dut, OPERAND, PRECISION)
-    tl.store(dstarts + head * d * m + state_offsets, dS, mask=in_state)
+    if segment == 0:
+        tl.store(dstarts + head * d * m + state_offsets, dS, mask=in_state)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def segment_effects(
+    w, u, k_end, q_start, scores, decays, dy, sums, transitions, length, heads, m, d, segment_length,
+    REVERSE: tl.constexpr, CHUNK: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, SLICE: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Compute what each segment does to the state: S_end = transition S_start + sum, in the layout [BM,.] of S.
+
+    The sum is the end state from a start at zero, and the transition that of the identity without U_0, so that both
+    are columns of one matrix. On the way back dS_start = transition^T dS_end + sum: with REVERSE only the sum is made.
+
+    Grid: (B*H*slices, segments), slices of SLICE columns out of D, and then of BM for the transition.
+    """
+    padded = tl.cdiv(d, BD) * BD
+    columns = padded if REVERSE else padded + BM
+    head, _slice, sequence_start, mi, di, _, _ = locate_program(columns, m, heads, length, BM, SLICE)
+    i, chunks = tl.arange(0, CHUNK), tl.cdiv(length, CHUNK)
+    head, segment, segments = head.to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    first, last = chunks_of_segment(segment, segment_length, chunks, CHUNK)
+    S = tl.where(mi[:, None] == di[None, :] - padded, 1.0, 0.0)
+    for step in tl.range(0, last - first, num_stages=STAGES):
+        chunk = last - 1 - step if REVERSE else first + step
+        n = head * chunks + chunk
+        wide = rows_of(n, i, mi, BM, CHUNK)
+        decayed = S * tl.load(decays + n * BM + mi)[:, None]
+        if REVERSE:
+            base = (sequence_start + chunk * CHUNK) * heads + head % heads
+            dyt = load_tile(dy + base * d, i, chunk * CHUNK + i < length, heads, di, d)
+            from_y = tl.trans(load_float(scores, rows_of(n, i, i, CHUNK, CHUNK)))
+            dut = matmul(from_y, dyt, OPERAND, PRECISION) + matmul(load_float(k_end, wide), S, OPERAND, PRECISION)
+            S = decayed + matmul(tl.trans(load_float(q_start, wide)), dyt, OPERAND, PRECISION)
+            S -= matmul(tl.trans(load_float(w, wide)), dut, OPERAND, PRECISION)
+        else:
+            ut = tl.load(u + rows_of(n, i, di, padded, CHUNK), mask=(di < padded)[None, :], other=0.0)
+            ut -= matmul(load_float(w, wide), S, OPERAND, PRECISION)
+            S = decayed + matmul(tl.trans(load_float(k_end, wide)), ut, OPERAND, PRECISION)
+    at = head * segments + segment
+    tl.store(sums + at * d * m + di[None, :] * m + mi[:, None], S, mask=(di < d)[None, :] & (mi < m)[:, None])
+    if not REVERSE:
+        in_transition = (di >= padded)[None, :] & (mi >= 0)[:, None]
+        tl.store(transitions + at * BM * BM + mi[:, None] * BM + di[None, :] - padded, S, mask=in_transition)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def scan_segments(
+    boundary, sums, transitions, states, segments, m, d,
+    REVERSE: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, SLICE: tl.constexpr,
+):  # fmt: skip
+    """Compute the state at each segment's start from the first one's, `boundary`. With REVERSE: the gradient of the
+    state at each segment's end, from the last one's. Grid: (B*H*slices,), slices of SLICE columns out of D."""
+    slices = tl.cdiv(d, BD) * BD // SLICE
+    head = (tl.program_id(0) // slices).to(tl.int64)
+    mi, di = tl.arange(0, BM), tl.program_id(0) % slices * SLICE + tl.arange(0, SLICE)
+    offsets, in_state = di[None, :] * m + mi[:, None], (di < d)[None, :] & (mi < m)[:, None]
+    square = mi[:, None] * BM + mi[None, :]
+    S = tl.load(boundary + head * d * m + offsets, mask=in_state, other=0.0)
+    for n in range(segments - 1):
+        at = head * segments + (segments - 1 - n if REVERSE else n)
+        tl.store(states + at * d * m + offsets, S, mask=in_state)
+        transition = tl.load(transitions + at * BM * BM + (tl.trans(square) if REVERSE else square))
+        # Three-way split tf32 whatever the inputs: these products are few, and what they round stays in the state.
+        S = matmul(transition, S, tl.float32, "tf32x3")
+        S += tl.load(sums + at * d * m + offsets, mask=in_state, other=0.0)
+    at = head * segments + (0 if REVERSE else segments - 1)
+    tl.store(states + at * d * m + offsets, S, mask=in_state)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def gradients(
-    q, k, f, g, flags, u, inverses, decays, states, dy, du, dstates, dq, dk, dv, df, dg, length, heads, m, d,
-    F_WIDTH: tl.constexpr, HAS_FLAGS: tl.constexpr, CHUNK: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
-    SLICE: tl.constexpr, M_ALIGN: tl.constexpr, D_ALIGN: tl.constexpr,
+    q, k, f, g, flags, u, inverses, decays, splits, states, dy, du, dstates, dq, dk, dv, df, dg, length, heads, m, d,
+    SPLIT: tl.constexpr, F_WIDTH: tl.constexpr, HAS_FLAGS: tl.constexpr, CHUNK: tl.constexpr,
+    BM: tl.constexpr, BD: tl.constexpr, SLICE: tl.constexpr, M_ALIGN: tl.constexpr, D_ALIGN: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of the inputs from dU and those of the states. Grid: (N,).
+    """Compute the gradients of the inputs from dU and those of the states. Grid: (N,), launched as `prepare` is.
 
     The sums over d go through SLICE columns at a time, which bounds the registers that they need.
 
@@ -346,6 +438,8 @@ def gradients(
     """
     m, d = assume_multiple(m, M_ALIGN), assume_multiple(d, D_ALIGN)
     n, start, base, token = locate_chunk(length, heads, CHUNK)
+    if F_WIDTH > 0 and (tl.load(splits + n) != 0) != SPLIT:
+        return
     i, mi = tl.arange(0, CHUNK), tl.arange(0, BM)
     in_range = start + i < length
     is_real, _, _ = load_flags(flags + token, i, in_range, HAS_FLAGS)
@@ -381,21 +475,15 @@ def gradients(
     qt = load_tile(q + base * m, i, is_real, heads, mi, m)
     kt = load_tile(k + base * m, i, is_real, heads, mi, m)
     log, slope = load_log_f(f + base * m, i, is_real, gate_is_one, heads, mi, m, F_WIDTH, STORED)
-    running, inverse, first_root, second_root = half_products(log, F_WIDTH, STORED, CHUNK)
-    first, second = first_root * first_root, second_root * second_root
-    from_start = by_half(first_root, first * second_root, F_WIDTH, CHUNK) * running
-    to_end = by_half(first_root * second, second_root, F_WIDTH, CHUNK) * inverse
-    new_dq = dq_start * tl.where(reads_start, from_start, 0.0)
+    relative, from_start, to_end, total, first_half = chunk_products(log, F_WIDTH, SPLIT, STORED, CHUNK)
+    dq_start = dq_start * tl.where(reads_start, from_start, 0.0)
     dk_start = dk_start * tl.where(reads_start, from_start, 0.0)
     dk_end = dk_end * tl.where(in_end, to_end, 0.0)
     # What reads across token t: q dq + k dk - k dk, summed over the tokens from t on, is the gradient of log f_t.
-    flow = qt * new_dq + kt * dk_start
-    new_dk = dk_start + dk_end
-    FIRST: tl.constexpr = NEAR if F_WIDTH > 0 else ALL
-    LAST: tl.constexpr = CROSS if F_WIDTH > 0 else ALL
-    for LEVEL in tl.static_range(FIRST, LAST + 1):
-        reader, read = level_scales(running, inverse, first_root, second_root, LEVEL, CHUNK)
-        mask = pair_mask(same, 1, LEVEL, CHUNK)
+    new_dq, new_dk, flow = dq_start, dk_start + dk_end, qt * dq_start + kt * dk_start
+    for PASS in tl.static_range(NEAR if SPLIT else ALL, (CROSS if SPLIT else ALL) + 1):
+        reader, read = scales_of_pass(relative, total, first_half, PASS)
+        mask = pair_mask(same, 1, PASS, CHUNK)
         from_q = round_to_product(tl.where(mask, dscores, 0.0), OPERAND, PRECISION)
         from_k = round_to_product(tl.where(mask, doverlap, 0.0), OPERAND, PRECISION)
         # Rounded once, here: the products and the elementwise sum for the flow must see the same values.

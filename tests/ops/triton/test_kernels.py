@@ -89,7 +89,7 @@ def test_kernels_match_loop_with_padding_and_documents(rule: str, normalize: boo
     check(rule, op_flags(kind, 2, 37), normalize=normalize, T=37, H=1, m=5, d=6)
 
 
-@pytest.mark.parametrize("rule", TILED_RULES)
+@every_rule
 @pytest.mark.parametrize("kind", ["none", "mask+reset"])
 def test_kernels_match_loop_with_time_in_segments(rule: str, kind: str, processors: Any) -> None:
     processors(3)
@@ -98,7 +98,15 @@ def test_kernels_match_loop_with_time_in_segments(rule: str, kind: str, processo
     plan = launch.plan_for(
         launch.ProblemShape(rule, 1, 300, 1, 4, 3, torch.float32, kind != "none", torch.device(DEVICE))
     )
-    assert plan.segments > 1 and plan.backward_segments > 1
+    assert plan.segments > 1 and (rule in DELTA_RULES or plan.backward_segments > 1)
+
+
+@pytest.mark.parametrize("rule", sorted(DELTA_RULES))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_delta_kernels_match_loop_in_segments_of_several_slices(rule: str, dtype: torch.dtype, processors: Any) -> None:
+    """Slices of the state's rows, and of its transition's columns."""
+    processors(6)
+    check(rule, {}, dtype, B=1, T=200, H=2, m=40, d=70)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -211,8 +219,8 @@ def test_kernels_compile_without_a_gpu() -> None:
     printed = run_compiling("compile_kernels", *MATRIX_RULES)
     for section in printed.split("rule ")[1:]:
         rule, *lines = section.splitlines()
-        others = {"prepare", "gradients"} if rule in DELTA_RULES else {"segment_sums", "scan_segments"}
-        assert {line.split()[0] for line in lines} == {"forward", "backward"} | others
+        others = {"prepare", "gradients", "segment_effects"} if rule in DELTA_RULES else {"segment_sums"}
+        assert {line.split()[0] for line in lines} == {"forward", "backward", "scan_segments"} | others
     assert printed.count("rule ") == len(MATRIX_RULES)
 
 
