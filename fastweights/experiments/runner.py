@@ -22,9 +22,10 @@ from fastweights.conversion import check_layers
 from fastweights.data.batches import validation_rows
 from fastweights.data.readers import DataError, read_text
 from fastweights.data.token_files import check_vocabulary, prepare
+from fastweights.experiments.base_model import BaseModel
 from fastweights.experiments.gpu_sharing import shared_gpu
 from fastweights.experiments.grid import GridError, Variant
-from fastweights.experiments.job import BaseModel, Job, Setup
+from fastweights.experiments.job import Job, Setup
 from fastweights.experiments.measure import measure_run
 from fastweights.loading import require_tokenizer
 from fastweights.modeling.classes import FastWeightsMixin
@@ -110,15 +111,17 @@ def compare(variants: Sequence[Variant], setup: Setup, at_once: int = 1, minutes
         job.check_unchanged()
     waiting = [job for job in jobs if not job.result.is_file()]
     _make_folders(setup.folder)
-    base = BaseModel(setup.model)
-    if waiting:
-        _prepare(setup, base, waiting)
     display = RunsDisplay(Console(stderr=True))
-    if len(waiting) < len(jobs):
-        display.print(f"{len(jobs) - len(waiting)} of {len(jobs)} runs are done already")
-    runner = _Runner(waiting, base, at_once, setup.device, display)
-    runner.run(None if minutes is None else 60 * minutes - (time.monotonic() - started))
-    results = [job.read_result() for job in jobs if job.result.is_file()]
+    with BaseModel(setup.model, setup.folder) as base:
+        if waiting:
+            _prepare(setup, base, waiting)
+        if len(waiting) < len(jobs):
+            display.print(f"{len(jobs) - len(waiting)} of {len(jobs)} runs are done already")
+        runner = _Runner(waiting, base, at_once, setup.device, display)
+        runner.run(None if minutes is None else 60 * minutes - (time.monotonic() - started))
+        results = [job.read_result() for job in jobs if job.result.is_file()]
+        if len(results) == len(jobs) and not setup.keep:
+            base.delete_copy()
     return Outcome(results, runner.failed, len(jobs), runner.stop_signal)
 
 
