@@ -20,6 +20,7 @@ from rich.console import Console
 
 from fastweights.conversion import check_layers
 from fastweights.data.batches import validation_rows
+from fastweights.data.encoding import usable_cores
 from fastweights.data.readers import DataError, read_text
 from fastweights.data.token_files import check_vocabulary, prepare
 from fastweights.experiments.base_model import BaseModel
@@ -43,6 +44,8 @@ from fastweights.utils.signals import StopNow, alarm, stop_signals
 POLL_SECONDS = 0.2
 # Exit code of a comparison whose time was over before its runs were done.
 TIME_IS_OVER = 4
+# PyTorch's variable for it, and as many as PyTorch starts at most.
+COMPILE_THREADS, MOST_COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS", 32
 
 
 class Unfinished(Stopped):
@@ -91,6 +94,13 @@ def launch(
         pass_fds=(lock.fileno(),),
         start_new_session=True,
     )
+
+
+def _compile_threads(processes: int) -> dict[str, str]:
+    """What limits the workers of torch.compile: every process would start one for each core."""
+    if processes == 1 or COMPILE_THREADS in os.environ:
+        return {}
+    return {COMPILE_THREADS: str(max(1, min(MOST_COMPILE_THREADS, usable_cores() // processes)))}
 
 
 def compare(variants: Sequence[Variant], setup: Setup, at_once: int = 1, minutes: float | None = None) -> Outcome:
@@ -185,8 +195,9 @@ class _Runner:
             stop_signals(self.stop, self._acknowledge),
             alarm(seconds, self.stop),
             self.display,
-            shared_gpu(self.at_once, self.device, self.display.print) as self.environment,
+            shared_gpu(self.at_once, self.device, self.display.print) as environment,
         ):
+            self.environment = environment | _compile_threads(self.at_once)
             try:
                 while self.running or (self.waiting and not self.stop_signal):
                     self._start_waiting()

@@ -457,6 +457,29 @@ def test_run_that_another_process_trains_is_refused_and_stays(files: Files, tmp_
     assert (training / "log.jsonl").is_file() and (training / "run.json").is_file()
 
 
+@pytest.mark.parametrize("given", [None, "3"])
+def test_processes_share_the_cores_for_compiling(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
+    """Unless the environment says how many workers each of them may have."""
+    monkeypatch.delenv(runner.COMPILE_THREADS, raising=False)
+    if given is not None:
+        monkeypatch.setenv(runner.COMPILE_THREADS, given)
+    seen: list[str | None] = []
+
+    def launch(arguments: list[str], log: Any, lock: Any, threads: int, environment: Any) -> Any:
+        seen.append((os.environ | environment).get(runner.COMPILE_THREADS))
+        return launch_killed()
+
+    monkeypatch.setattr(runner, "launch", launch)
+    grid = write_grid(tmp_path, {name: {"rule": "decay"} for name in ("one", "two", "three", "four")})
+    for cores, jobs, share in ((9, 4, "2"), (2, 4, "1"), (200, 2, "32"), (9, 1, None)):
+        monkeypatch.setattr(runner, "usable_cores", lambda cores=cores: cores)
+        seen.clear()
+        run(*typed(files, grid, tmp_path / "out", "--jobs", jobs))
+        assert seen == [given or share] * 4
+
+
 @pytest.mark.parametrize("step", ["prepare", "measure"])
 def test_signal_while_a_run_is_prepared_or_measured_stops_at_once(
     files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
