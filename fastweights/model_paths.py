@@ -38,7 +38,7 @@ def locate(source: str | os.PathLike) -> tuple[str, str | None]:
     if path.suffix == FAIRSEQ:
         _check_fairseq(path)
         return str(path.parent), path.name
-    if path.suffix == GGUF:
+    if path.suffix == GGUF and not path.is_dir():
         _check_gguf(path)
         _check_no_adapter(path.parent)
         return str(path.parent), path.name

@@ -149,6 +149,11 @@ def usable_processes() -> int:
     """How many processes may tokenize at once: the cores of this process, unless TOKENIZERS_PARALLELISM is false."""
     if os.environ.get("TOKENIZERS_PARALLELISM", "true").lower() in ("false", "off", "0", "no", "f", "n", ""):
         return 1
+    return usable_cores()
+
+
+def usable_cores() -> int:
+    """The cores of this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -7,6 +7,7 @@ A comparison's folder:
     runs/NAME/log.txt      what its processes printed
     runs/NAME/process      the lock of the run, with the process that holds it
     results/NAME.json      the result; where it exists, the run is done
+    base/                  the copy of a base in a GGUF file (see `base_model`)
 """
 
 from __future__ import annotations
@@ -16,16 +17,14 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fastweights.config import FastWeightsConfig
 from fastweights.conversion import convert
+from fastweights.experiments.base_model import BaseModel
 from fastweights.experiments.grid import GridError, Variant, result_file
-from fastweights.loading import load, load_tokenizer, save
+from fastweights.loading import save
 from fastweights.results import ResultError, TrainingResult
 from fastweights.training import checkpoint as saved
 from fastweights.training.recipe import Recipe
@@ -34,27 +33,6 @@ from fastweights.utils.errors import Argument
 from fastweights.utils.files import FileLock, LockedError, absolute, make_folder, write_json
 
 MOST_CHANGES = 4
-
-
-class BaseModel:
-    """The model that the runs of a comparison convert. It is loaded once, which takes long for a GGUF file."""
-
-    def __init__(self, source: str) -> None:
-        self.source = source
-
-    @cached_property
-    def model(self) -> Any:
-        """The model, in float32."""
-        return load(self.source, dtype=torch.float32)
-
-    @cached_property
-    def tokenizer(self) -> Any:
-        """Its tokenizer, or None."""
-        return load_tokenizer(self.source)
-
-    def release(self) -> None:
-        """Free the model's memory."""
-        vars(self).pop("model", None)
 
 
 @dataclass(frozen=True)
@@ -193,9 +171,16 @@ class Job:
                 print("started" if starts else "resumed", file=log)
             if starts:
                 self._start_over(base)
-            model = self.setup.model if self.variant.config is None else str(self.converted)
-            config = replace(self.config, model=model, memory_share=memory_share)
+            config = replace(self.config, **self._models(base), memory_share=memory_share)
             saved.write_run(self.training, config.to_dict(), checkpointed=not starts)
+
+    def _models(self, base: BaseModel) -> dict[str, Any]:
+        """Where the training process loads its model and its teacher from."""
+        if self.variant.config is None:
+            return {"model": base.quick_source()}
+        source = base.quick_source() if self.variant.recipe.needs_teacher else base.source
+        # By default the teacher is the model that the converted one names.
+        return {"model": str(self.converted), "teacher": None if source == base.source else source}
 
     def _start_over(self, base: BaseModel) -> None:
         """Delete what a run without a checkpoint left, but for the lock, and prepare a new one."""

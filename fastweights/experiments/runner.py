@@ -20,11 +20,13 @@ from rich.console import Console
 
 from fastweights.conversion import check_layers
 from fastweights.data.batches import validation_rows
+from fastweights.data.encoding import usable_cores
 from fastweights.data.readers import DataError, read_text
 from fastweights.data.token_files import check_vocabulary, prepare
+from fastweights.experiments.base_model import BaseModel
 from fastweights.experiments.gpu_sharing import shared_gpu
 from fastweights.experiments.grid import GridError, Variant
-from fastweights.experiments.job import BaseModel, Job, Setup
+from fastweights.experiments.job import Job, Setup
 from fastweights.experiments.measure import measure_run
 from fastweights.loading import require_tokenizer
 from fastweights.modeling.classes import FastWeightsMixin
@@ -42,6 +44,8 @@ from fastweights.utils.signals import StopNow, alarm, stop_signals
 POLL_SECONDS = 0.2
 # Exit code of a comparison whose time was over before its runs were done.
 TIME_IS_OVER = 4
+# PyTorch's variable for it, and as many as PyTorch starts at most.
+COMPILE_THREADS, MOST_COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS", 32
 
 
 class Unfinished(Stopped):
@@ -92,6 +96,13 @@ def launch(
     )
 
 
+def _compile_threads(processes: int) -> dict[str, str]:
+    """What limits the workers of torch.compile: every process would start one for each core."""
+    if processes == 1 or COMPILE_THREADS in os.environ:
+        return {}
+    return {COMPILE_THREADS: str(max(1, min(MOST_COMPILE_THREADS, usable_cores() // processes)))}
+
+
 def compare(variants: Sequence[Variant], setup: Setup, at_once: int = 1, minutes: float | None = None) -> Outcome:
     """Run the variants that are not done yet. Progress is shown on standard error.
 
@@ -110,15 +121,17 @@ def compare(variants: Sequence[Variant], setup: Setup, at_once: int = 1, minutes
         job.check_unchanged()
     waiting = [job for job in jobs if not job.result.is_file()]
     _make_folders(setup.folder)
-    base = BaseModel(setup.model)
-    if waiting:
-        _prepare(setup, base, waiting)
     display = RunsDisplay(Console(stderr=True))
-    if len(waiting) < len(jobs):
-        display.print(f"{len(jobs) - len(waiting)} of {len(jobs)} runs are done already")
-    runner = _Runner(waiting, base, at_once, setup.device, display)
-    runner.run(None if minutes is None else 60 * minutes - (time.monotonic() - started))
-    results = [job.read_result() for job in jobs if job.result.is_file()]
+    with BaseModel(setup.model, setup.folder) as base:
+        if waiting:
+            _prepare(setup, base, waiting)
+        if len(waiting) < len(jobs):
+            display.print(f"{len(jobs) - len(waiting)} of {len(jobs)} runs are done already")
+        runner = _Runner(waiting, base, at_once, setup.device, display)
+        runner.run(None if minutes is None else 60 * minutes - (time.monotonic() - started))
+        results = [job.read_result() for job in jobs if job.result.is_file()]
+        if len(results) == len(jobs) and not setup.keep:
+            base.delete_copy()
     return Outcome(results, runner.failed, len(jobs), runner.stop_signal)
 
 
@@ -182,8 +195,9 @@ class _Runner:
             stop_signals(self.stop, self._acknowledge),
             alarm(seconds, self.stop),
             self.display,
-            shared_gpu(self.at_once, self.device, self.display.print) as self.environment,
+            shared_gpu(self.at_once, self.device, self.display.print) as environment,
         ):
+            self.environment = environment | _compile_threads(self.at_once)
             try:
                 while self.running or (self.waiting and not self.stop_signal):
                     self._start_waiting()

@@ -237,8 +237,9 @@ class Trainer:
                         active = self._start_stage()
                     self._train_stage(active)
                     self.accelerator.free_memory()  # it references what it prepared
-                    with self._stoppable():
-                        self.student = self._load_student()
+                    if self.progress.stage < len(self.recipe.stages):
+                        with self._stoppable():
+                            self.student = self._load_student()
         except Diverged as error:
             diverged = Divergence(step=self.progress.step, stage=self.progress.stage, reason=str(error))
         except torch.OutOfMemoryError as error:
@@ -249,14 +250,9 @@ class Trainer:
         finally:
             for tracker in self.accelerator.trackers:
                 tracker.finish()
-        model = TrainedModel(
-            name=display_name(self.config.model),
-            parameters=sum(p.numel() for p in self.student.parameters()),
-            settings=getattr(self.student.config, "fastweights", None),
-        )
         data = Data(name=Path(self.config.data).name, tokens=len(self.tokens))
         result = training_result(
-            self.folder.name, self.config, self.progress, self.log, model, data, self.world_size, diverged
+            self.folder.name, self.config, self.progress, self.log, self._model, data, self.world_size, diverged
         )
         if result.warning:
             self.display.print(result.warning)
@@ -277,6 +273,12 @@ class Trainer:
         self.tokenizer = load_tokenizer(self.last or config.model)
         require_tokenizer(self.tokenizer, config.model)
         self.student = self._load_student()
+        # Before a stage adds low-rank updates.
+        self._model = TrainedModel(
+            name=display_name(config.model),
+            parameters=sum(p.numel() for p in self.student.parameters()),
+            settings=getattr(self.student.config, "fastweights", None),
+        )
         if config.shard and self.world_size == 1 and not resumes:
             raise TrainingError(Argument("shard"), ": there is one process only: start several with torchrun")
         check_run(config, self.student, self.world_size, self.sharded)

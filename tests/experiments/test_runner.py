@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
-import yaml
 from helpers.cli import error_of, run, succeed
+from helpers.comparisons import processes_of, result_of, typed, write_grid
 from helpers.training import (
     FINETUNE,
     STEP,
@@ -36,12 +36,11 @@ from helpers.training import (
 from fastweights.config import FastWeightsConfig
 from fastweights.evaluation.perplexity import perplexity
 from fastweights.evaluation.recall import ordinary_tokens, recall_probe
-from fastweights.experiments import job as job_module
 from fastweights.experiments import runner
+from fastweights.experiments.base_model import BaseModel
 from fastweights.experiments.grid import GridError, Variant
-from fastweights.experiments.job import BaseModel, Job, Setup
+from fastweights.experiments.job import Job, Setup
 from fastweights.loading import load, load_tokenizer
-from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.tokenization import bos_token
 from fastweights.training import checkpoint
 from fastweights.training.recipe import Recipe
@@ -70,24 +69,6 @@ def quick_processes() -> Iterator[None]:
 def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Files]:
     with training_files(tmp_path_factory.mktemp("compare")) as made:
         yield made
-
-
-def write_grid(folder: Path, runs: dict[str, Any], recipe: Any = None, **more: Any) -> Path:
-    """A grid, with its recipe beside it."""
-    folder.mkdir(exist_ok=True)
-    (folder / "recipe.yaml").write_text(yaml.safe_dump((recipe or make_recipe(FINETUNE)).to_dict()))
-    grid = {"recipe": "recipe.yaml", "defaults": {"m": 4}, "runs": runs} | more
-    (folder / "grid.yaml").write_text(yaml.safe_dump(grid, sort_keys=False))
-    return folder / "grid.yaml"
-
-
-def typed(files: Files, grid: Any, output: Path, *more: Any) -> tuple[Any, ...]:
-    texts = ("--data", files.data, "--validation", files.validation)
-    return ("compare", grid, "--model", files.base, *texts, "-o", output, "--device", "cpu", *more)
-
-
-def result_of(output: Path, name: str) -> dict[str, Any]:
-    return json.loads((output / "results" / f"{name}.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +219,7 @@ def test_base_is_needed_by_conversions_that_have_not_begun(files: Files, tmp_pat
     assert converting.needs_base()
     assert not Job(setup, Variant("base", "base", make_recipe(FINETUNE))).needs_base()
     converting.folder.mkdir(parents=True)
-    converting.prepare(BaseModel(setup.model), 1.0, pytest.fail)
+    converting.prepare(BaseModel(setup.model, setup.folder), 1.0, pytest.fail)
     assert converting.needs_base(), "it has no checkpoint yet, and would start over"
     (converting.training / checkpoint.RESULT).write_text("{}")
     assert not converting.needs_base()
@@ -256,32 +237,13 @@ def test_a_resumed_run_gets_the_memory_share_of_now(files: Files, tmp_path: Path
     setup = Setup(tmp_path, str(files.base), str(files.data), str(files.validation), device="cpu")
     job = Job(setup, Variant("one", "one", make_recipe(FINETUNE)))
     job.folder.mkdir(parents=True)
-    base = BaseModel(setup.model)
+    base = BaseModel(setup.model, setup.folder)
     job.prepare(base, 1.0, pytest.fail)
     (job.training / checkpoint.LAST).mkdir(parents=True)
     (job.training / checkpoint.LAST / checkpoint.PROGRESS).write_text("{}")
     job.prepare(base, 0.25, pytest.fail)
     assert job.log.read_text() == "started\nresumed\n"
     assert json.loads((job.training / checkpoint.RUN).read_text())["memory_share"] == 0.25
-
-
-def test_base_is_loaded_once_and_stays_as_it_was(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded: list[str] = []
-
-    def counting(source: str, **options: Any) -> Any:
-        loaded.append(source)
-        return load(source, **options)
-
-    monkeypatch.setattr(job_module, "load", counting)
-    setup, base = Setup(tmp_path, str(files.base), str(files.data), str(files.validation)), BaseModel(str(files.base))
-    for name, rule in (("one", "decay"), ("two", "delta")):
-        job = Job(setup, Variant(name, name, make_recipe(), FastWeightsConfig(rule=rule, m=4)))
-        job.folder.mkdir(parents=True)
-        job.prepare(base, 1.0, pytest.fail)
-        assert load(job.converted).config.fastweights["rule"] == rule
-    assert loaded == [setup.model] and not isinstance(base.model, FastWeightsMixin)
-    base.release()
-    assert not isinstance(base.model, FastWeightsMixin) and loaded == [setup.model] * 2
 
 
 def test_lock_of_a_run_is_not_written_through_a_link(files: Files, tmp_path: Path) -> None:
@@ -363,10 +325,6 @@ def test_error_without_a_message_is_a_failed_run(files: Files, tmp_path: Path, m
     found = run(*typed(files, write_grid(tmp_path, {"one": {"rule": "decay"}}), tmp_path))
     assert found.exit_code == 1 and "one: AssertionError (see " in found.stderr
     assert "Traceback" in (tmp_path / "runs/one/log.txt").read_text()
-
-
-def processes_of(output: Path) -> dict[str, int]:
-    return {path.parent.name: int(path.read_text() or 0) for path in output.glob("runs/*/process")}
 
 
 def kill_all(program: Program, output: Path) -> None:
@@ -497,6 +455,29 @@ def test_run_that_another_process_trains_is_refused_and_stays(files: Files, tmp_
         found = run(*typed(files, grid, tmp_path))
     assert found.exit_code == 1 and f"one: {training} is in use by process {os.getpid()}" in found.stderr
     assert (training / "log.jsonl").is_file() and (training / "run.json").is_file()
+
+
+@pytest.mark.parametrize("given", [None, "3"])
+def test_processes_share_the_cores_for_compiling(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
+    """Unless the environment says how many workers each of them may have."""
+    monkeypatch.delenv(runner.COMPILE_THREADS, raising=False)
+    if given is not None:
+        monkeypatch.setenv(runner.COMPILE_THREADS, given)
+    seen: list[str | None] = []
+
+    def launch(arguments: list[str], log: Any, lock: Any, threads: int, environment: Any) -> Any:
+        seen.append((os.environ | environment).get(runner.COMPILE_THREADS))
+        return launch_killed()
+
+    monkeypatch.setattr(runner, "launch", launch)
+    grid = write_grid(tmp_path, {name: {"rule": "decay"} for name in ("one", "two", "three", "four")})
+    for cores, jobs, share in ((9, 4, "2"), (2, 4, "1"), (200, 2, "32"), (9, 1, None)):
+        monkeypatch.setattr(runner, "usable_cores", lambda cores=cores: cores)
+        seen.clear()
+        run(*typed(files, grid, tmp_path / "out", "--jobs", jobs))
+        assert seen == [given or share] * 4
 
 
 @pytest.mark.parametrize("step", ["prepare", "measure"])

@@ -50,12 +50,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fastweights.data.batches import validation_rows
 from fastweights.data.token_files import prepare
+from fastweights.loading import load
 from fastweights.modeling.classes import FastWeightsMixin
 from fastweights.modeling.layer import FastWeightsAttention
-from fastweights.training import checkpoint
+from fastweights.training import checkpoint, trainer
 from fastweights.training.losses import StageLoss, next_token_loss
 from fastweights.training.recipe import Stage
-from fastweights.training.trainer import Interrupted, Trainer, resume, train
+from fastweights.training.trainer import Diverged, Interrupted, Trainer, resume, train
 from fastweights.utils.progress import Display
 
 FITTED = tuple(dict(stage, fit="scale") for stage in CHAIN)
@@ -500,6 +501,30 @@ def test_lora_trains_low_rank_updates_and_saves_a_merged_model(files: Files, tmp
         crash_after(tmp_path / f"run {after}", task, after)
         resume_in(tmp_path / f"run {after}")
         assert_same_run(tmp_path / f"run {after}", tmp_path / "whole")
+
+
+def test_result_counts_the_parameters_of_the_saved_model(files: Files, tmp_path: Path) -> None:
+    """Without the low-rank updates that are merged into it, also where a run diverges before that."""
+    wild = make_recipe((FINETUNE[0] | {"learning_rate": 1e6},), lora=2)
+    with pytest.raises(Diverged):
+        train(make_train_config(files, wild), tmp_path / "wild", display=Display(enabled=False))
+    diverged = json.loads((tmp_path / "wild/result.json").read_text())
+    finished = train_in(tmp_path / "run", make_train_config(files, make_recipe(FINETUNE, lora=2)))
+    expected = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(files.converted).parameters())
+    assert diverged["model"]["parameters"] == finished["model"]["parameters"] == expected
+
+
+def test_student_is_loaded_once_for_each_stage(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every stage but the first starts from a checkpoint. Nothing follows the last one."""
+    loaded: list[str] = []
+
+    def counting(source: Any, **options: Any) -> Any:
+        loaded.append(Path(source).name)
+        return load(source, **options)
+
+    monkeypatch.setattr(trainer, "load", counting)
+    train_in(tmp_path / "run", make_train_config(files))
+    assert loaded == ["converted", "1-0000006"]
 
 
 class SignallingDisplay(Display):
