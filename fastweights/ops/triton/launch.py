@@ -96,8 +96,9 @@ class Plan:
         if self.solved:
             self.constants |= {"STORED": DTYPES[self.stored], "CHUNK": CHUNK}
             # A state's transition costs as much as the state itself, so heads that fill the GPU are not cut.
-            programs = DELTA_PROGRAMS if self.sequences * self.slices < multiprocessors(shape.device) else 0
-            self.segments, self.segment_length = self._split(programs)
+            programs = self.sequences * self.slices * self.blocks.bd // _slice_rows(self, "backward")
+            fills = programs >= multiprocessors(shape.device)
+            self.segments, self.segment_length = self._split(0 if fills else DELTA_PROGRAMS)
         else:
             self.constants |= {"HAS_Z": self.rule == "decay", "INPUT_GATE": self.rule == "gated", "TILE": TILE}
             self.segments, self.segment_length = self._split(FORWARD_PROGRAMS)
