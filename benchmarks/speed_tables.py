@@ -20,8 +20,10 @@ PEERS = {
 def speed_tables() -> dict[str, Table]:
     """Every table by the name that a page asks for it with."""
     kernels, training, decode = (_result(f"gpu_{name}")["parts"] for name in ("kernels", "training", "decode"))
+    operations = _only(_result("gpu_operations")["parts"]["fla"], "decay")
     lines = {
-        "operations": (_operations(_result("gpu_operations")["parts"]["fla"], []), "gpu_operations.json"),
+        "operations": (_operations(operations, []), "gpu_operations.json"),
+        "delta rules": (_operations(_delta_rules(), []), "gpu_delta_rules.json and gpu_delta_rules_again.json"),
         "operations before": (_operations(kernels["kernels"], kernels["fla"]["peers"]), "gpu_kernels.json"),
         "kernel times": (_parts(kernels["kernels"]["profiles"]), "gpu_kernels.json"),
         "precision": (_precision(_result("gpu_precision")["parts"]["precision"]["cases"]), "gpu_precision.json"),
@@ -52,14 +54,27 @@ def _operations(part: dict[str, Any], others: list[dict[str, Any]]) -> list[list
         rows = {row["shape"]: row for row in part["ops"] if (row["rule"], row["m"]) == (rule, m)}
         cells = [_times(rows.get(shape, {}), "graph ") for shape in shapes]
         lines.append([rule, str(m), *cells, _peak(rows[shapes[0]])])
-    rows = {row["shape"]: row for row in part["ops"] if (row["rule"], row["m"]) == ("decay", 32)}
-    lines.append(["decay, launched from Python", "32", *(_times(rows.get(shape, {}), "") for shape in shapes), ""])
+    rule, m = ("decay", 32) if ("decay", 32) in names else next(iter(names))
+    rows = {row["shape"]: row for row in part["ops"] if (row["rule"], row["m"]) == (rule, m)}
+    launched = [_times(rows.get(shape, {}), "") for shape in shapes]
+    lines.append([f"{rule}, launched from Python", str(m), *launched, ""])
     for name, m in dict.fromkeys((row["peer"], row["m"]) for row in others if "peak extra MiB" in row):
         rows = {row["shape"]: row for row in others if (row["peer"], row["m"]) == (name, m)}
         in_graph = any("graph forward ms" in row for row in rows.values())
         cells = [_times(rows.get(shape, {}), "graph " if in_graph else "") for shape in shapes]
         lines.append([PEERS.get(name, name), str(m or ""), *cells, _peak(rows[shapes[0]])])
     return lines
+
+
+def _only(part: dict[str, Any], rule: str) -> dict[str, Any]:
+    return part | {"ops": [row for row in part["ops"] if row["rule"] == rule]}
+
+
+def _delta_rules() -> dict[str, Any]:
+    """The rows of the delta rules, those that were measured again in place of the first ones."""
+    part, again = _result("gpu_delta_rules")["parts"]["fla"], _result("gpu_delta_rules_again")["ops"]
+    rows = {(row["rule"], row["shape"]): row | {"m": 64} for row in [*part["ops"], *again]}
+    return part | {"ops": list(rows.values())}
 
 
 def _times(row: dict[str, Any], way: str) -> str:

@@ -32,8 +32,8 @@ def compare(
         typer.Argument(
             metavar="GRID",
             help="Name of a shipped grid (design_small, gemma3, paper, paper_ablations, paper_longer, paper_own_maps, "
-            "paper_smollm2, smollm2, smollm2_design, smollm2_final, smollm2_long, smollm2_windows, "
-            "smollm2_windows_cpu, transfer_small, wikitext103), or a YAML file.",
+            "paper_smollm2, smollm2, smollm2_design, smollm2_final, smollm2_long, smollm2_windows, transfer_small, "
+            "wikitext103), or a YAML file.",
         ),
     ],
     model: Annotated[str, typer.Option(help="The base of all runs: a hub id, a folder or a GGUF file.")],
