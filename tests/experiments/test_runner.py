@@ -47,7 +47,8 @@ from fastweights.training.recipe import Recipe
 from fastweights.utils.files import FileLock
 from fastweights.utils.signals import stop_signals
 
-LONG = 30
+# Steps that take longer than a run needs to notice that its parent has ended.
+LONG = 120
 LAUNCH = runner.launch
 PAPER_CELL = {"table": "Table 1", "row": "decay", "column": "baseline", "paper": 18.8}
 WILD = {"finetune.learning_rate": 0.3, "finetune.warmup": 0, "finetune.tokens": 50 * STEP}
