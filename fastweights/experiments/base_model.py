@@ -7,6 +7,7 @@ is that of the file, because a result names a model after the last part of its p
 
 from __future__ import annotations
 
+import copy
 import fcntl
 import hashlib
 import os
@@ -47,6 +48,11 @@ class BaseModel:
     def tokenizer(self) -> Any:
         """Its tokenizer, or None."""
         return load_tokenizer(self._readable)
+
+    def for_conversion(self) -> Any:
+        """A model to convert. It shares its tensors with this one: a conversion replaces modules and changes none."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        return copy.deepcopy(self.model, {id(tensor): tensor for tensor in tensors})
 
     def release(self) -> None:
         """Free the model's memory."""

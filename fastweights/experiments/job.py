@@ -12,7 +12,6 @@ A comparison's folder:
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
 from collections.abc import Callable
@@ -190,7 +189,7 @@ class Job:
             _remove(path)
         write_json(self.started, self.settings())
         if self.variant.config is not None:
-            model = convert(copy.deepcopy(base.model), self.variant.config)
+            model = convert(base.for_conversion(), self.variant.config)
             model.config.fastweights_base = self.setup.model
             save(model, self.converted, base.tokenizer)
 

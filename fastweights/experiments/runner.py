@@ -184,6 +184,8 @@ class _Runner:
         self.base = base
         self.environment: dict[str, str] = {}  # variables of the processes, besides this one's
         self.running: dict[Job, Any] = {}  # and their processes
+        self.next: Job | None = None  # what starts when one of them has ended
+        self.prepared: dict[Job, str] = {}  # why preparing a run failed, or nothing
         self.measured: set[Job] = set()  # those whose process measures
         self.locked_elsewhere: set[str] = set()
         self.failed: dict[str, str] = {}
@@ -199,14 +201,19 @@ class _Runner:
         ):
             self.environment = environment | _compile_threads(self.at_once)
             try:
-                while self.running or (self.waiting and not self.stop_signal):
+                while self.running or ((self.next or self.waiting) and not self.stop_signal):
                     self._start_waiting()
+                    self._prepare_next()
+                    if not any(job.needs_base() for job in self.waiting):
+                        self.base.release()
                     time.sleep(POLL_SECONDS)
                     for job in list(self.running):
                         self._poll(job)
             finally:
                 for process in self.running.values():
                     process.kill()
+                if self.next is not None:
+                    self.next.lock.release()
 
     def stop(self, number: int) -> None:
         """Ask all runs to save and to stop. What can be done again, preparing and testing a run, ends at once."""
@@ -232,17 +239,35 @@ class _Runner:
             self._stops_at_once = False
 
     def _start_waiting(self) -> None:
-        for job in list(self.waiting):
-            if len(self.running) == self.at_once or self.stop_signal:
+        while len(self.running) < self.at_once and not self.stop_signal:
+            job, self.next = self.next or self._acquire_waiting(), None
+            if job is None:
                 return
+            self._start(job)
+
+    def _prepare_next(self) -> None:
+        """Prepare a run while the others run, so that it starts as soon as one of them has ended."""
+        if self.next is None and len(self.running) == self.at_once and not self.stop_signal:
+            self.next = job = self._acquire_waiting()
+            if job is not None and not job.is_trained():
+                self.prepared[job] = self._prepare(job)
+
+    def _acquire_waiting(self) -> Job | None:
+        """The first waiting run that no other process has."""
+        for job in self.waiting:
             if job.acquire():
                 self.waiting.remove(job)
-                self._start(job)
-                if not any(waiting.needs_base() for waiting in self.waiting):
-                    self.base.release()
-            elif job.name not in self.locked_elsewhere:
+                return job
+            if job.name not in self.locked_elsewhere:
                 self.locked_elsewhere.add(job.name)
                 self.display.print(f"{job.name}: waits for another process, which has this run")
+        return None
+
+    def _prepare(self, job: Job) -> str:
+        """Prepare a run, unless that was done; returns why it failed, or nothing."""
+        if job in self.prepared:
+            return self.prepared.pop(job)
+        return self._attempt(job, lambda: job.prepare(self.base, 1 / self.at_once, self.display.print))
 
     def _start(self, job: Job) -> None:
         self.display.start(job.name, job.variant.tokens)
@@ -250,7 +275,7 @@ class _Runner:
             self._end(job, "")
         elif job.is_trained():
             self._measure(job)
-        elif reason := self._attempt(job, lambda: job.prepare(self.base, 1 / self.at_once, self.display.print)):
+        elif reason := self._prepare(job):
             self._end(job, reason)
         else:
             self._launch(job, ["train", "--resume", str(job.training), "--parent", str(os.getpid())])

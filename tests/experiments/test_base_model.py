@@ -26,6 +26,7 @@ from helpers.training import (
     log_of,
     make_recipe,
     make_train_config,
+    save_base,
     train_in,
     training_files,
     wait_until,
@@ -40,6 +41,7 @@ from fastweights.experiments.grid import Variant
 from fastweights.experiments.job import Job, Setup
 from fastweights.loading import load, load_tokenizer, save
 from fastweights.modeling.classes import FastWeightsMixin
+from fastweights.modeling.families import FAMILIES
 from fastweights.training import checkpoint
 
 RUNS: dict[str, Any] = {
@@ -88,9 +90,23 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return sources
 
 
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_conversion_leaves_the_tensors_that_it_shares(tmp_path: Path, family: str) -> None:
+    """Conversions of such a model are those of one of their own."""
+    base = BaseModel(str(save_base(tmp_path / family, family)), tmp_path)
+    before = {name: x.clone() for name, x in base.model.state_dict().items()}
+    config = FastWeightsConfig(rule="gated_delta", m=4, window=3, wide_window=6, sinks=1, mix="token")
+    for _ in range(2):
+        found, expected = (convert(model, config).state_dict() for model in (base.for_conversion(), load(base.source)))
+        assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+        after = base.model.state_dict()
+        assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+
+
 def test_base_is_loaded_once_and_stays_as_it_was(files: Files, tmp_path: Path, loaded: list[str]) -> None:
     folder = str(files.folder / "base")
     setup, base = Setup(tmp_path, folder, str(files.data), str(files.validation)), BaseModel(folder, tmp_path)
+    before = {name: x.clone() for name, x in base.model.state_dict().items()}
     for name, rule in (("one", "decay"), ("two", "delta")):
         job = Job(setup, Variant(name, name, make_recipe(), FastWeightsConfig(rule=rule, m=4)))
         job.folder.mkdir(parents=True)
@@ -98,6 +114,8 @@ def test_base_is_loaded_once_and_stays_as_it_was(files: Files, tmp_path: Path, l
         assert load(job.converted).config.fastweights["rule"] == rule
         assert json.loads((job.training / checkpoint.RUN).read_text())["teacher"] is None
     assert loaded == [folder] and not isinstance(base.model, FastWeightsMixin)
+    after = base.model.state_dict()
+    assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
     base.release()
     assert not isinstance(base.model, FastWeightsMixin) and loaded == [folder] * 2
     assert base.quick_source() == folder and not (tmp_path / "base").exists(), "only a GGUF file is copied"

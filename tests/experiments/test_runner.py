@@ -47,7 +47,8 @@ from fastweights.training.recipe import Recipe
 from fastweights.utils.files import FileLock
 from fastweights.utils.signals import stop_signals
 
-LONG = 30
+# Steps that take longer than a run needs to notice that its parent has ended.
+LONG = 120
 LAUNCH = runner.launch
 PAPER_CELL = {"table": "Table 1", "row": "decay", "column": "baseline", "paper": 18.8}
 WILD = {"finetune.learning_rate": 0.3, "finetune.warmup": 0, "finetune.tokens": 50 * STEP}
@@ -346,7 +347,7 @@ def ask_to_stop(program: Program, output: Path) -> None:
     os.kill(program.pid, signal.SIGTERM)
     assert program.wait() == 128 + signal.SIGTERM
     assert "error: stopped by SIGTERM: 0 of 3 runs are done; the same command resumes" in program.output
-    assert "first: stopped" in program.output and not (output / "runs/third").exists()
+    assert "first: stopped" in program.output and "third: started" not in program.output
 
 
 def let_time_run_out(program: Program, output: Path) -> None:
@@ -354,7 +355,7 @@ def let_time_run_out(program: Program, output: Path) -> None:
     os.kill(program.pid, signal.SIGALRM)
     assert program.wait() == runner.TIME_IS_OVER
     assert "error: the time is over: 0 of 3 runs are done; the same command resumes" in program.output
-    assert "first: stopped" in program.output and not (output / "runs/third").exists()
+    assert "first: stopped" in program.output and "third: started" not in program.output
 
 
 @pytest.fixture(scope="module")
@@ -455,6 +456,55 @@ def test_run_that_another_process_trains_is_refused_and_stays(files: Files, tmp_
         found = run(*typed(files, grid, tmp_path))
     assert found.exit_code == 1 and f"one: {training} is in use by process {os.getpid()}" in found.stderr
     assert (training / "log.jsonl").is_file() and (training / "run.json").is_file()
+
+
+def test_next_run_is_prepared_while_others_run(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One only, whose failure concerns no other run."""
+    events: list[str] = []
+    prepare, short = Job.prepare, make_recipe((FINETUNE[0] | {"tokens": STEP},))
+
+    def preparing(job: Job, *arguments: Any) -> None:
+        events.append(f"prepare {job.name}")
+        if job.name == "two":
+            raise ValueError("no")
+        prepare(job, *arguments)
+
+    def launch(arguments: list[str], log: Any, *more: Any) -> Any:
+        events.append(f"{arguments[0]} {Path(log.name).parent.name}")
+        return launch_from_server(arguments, log, *more)
+
+    monkeypatch.setattr(Job, "prepare", preparing)
+    monkeypatch.setattr(runner, "launch", launch)
+    grid = write_grid(tmp_path, {name: {"rule": "decay"} for name in ("one", "two", "three", "four")}, short)
+    found = run(*typed(files, grid, tmp_path / "out"))
+    assert found.exit_code == 1 and "1 of 4 runs failed, the same command tries again: two: no (see" in found.stderr
+    assert sorted(path.stem for path in (tmp_path / "out/results").iterdir()) == ["four", "one", "three"]
+    expected = ["prepare one", "train one", "prepare two", "prepare three", "train three", "prepare four", "train four"]
+    assert events == expected
+
+
+def test_stopped_comparison_gives_back_the_run_that_is_next(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another comparison in the same folder can have it at once."""
+    recipe = make_recipe((FINETUNE[0] | {"tokens": 50 * STEP},))
+    grid = write_grid(tmp_path, {"one": {"rule": "decay"}, "two": {"rule": "add"}}, recipe)
+    prepare = Job.prepare
+
+    def preparing(job: Job, *arguments: Any) -> None:
+        prepare(job, *arguments)
+        if job.name == "two":
+            signal.raise_signal(signal.SIGTERM)
+            pytest.fail("it was not interrupted")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Job, "prepare", preparing)
+        stopped = run(*typed(files, grid, tmp_path / "out"))
+    assert stopped.exit_code == 143 and "two" not in stopped.stderr
+    with FileLock(tmp_path / "out/runs/two/process") as lock:
+        lock.acquire()
+    succeed(*typed(files, grid, tmp_path / "out"))
+    assert sorted(path.stem for path in (tmp_path / "out/results").iterdir()) == ["one", "two"]
 
 
 @pytest.mark.parametrize("given", [None, "3"])
