@@ -30,7 +30,7 @@ from fastweights.utils.provenance import write_result
 
 SINKS = 4
 # window, wide window
-LAYOUTS = [(60, 0), (124, 0), (60, 508), (124, 508), (252, 0), (508, 0)]
+LAYOUTS = [(124, 0), (60, 508), (124, 508), (252, 0)]
 DISTANCES = (128, 256, 512)
 # Passages of so many tokens, and other text between the two occurrences. The first tokens are not counted.
 PASSAGE, BETWEEN, SKIPPED, PASSAGES = 150, 140, 8, 24
