@@ -343,10 +343,12 @@ def _backward_delta(
     return [dq, dk, dv, dstart, *dgates]
 
 
-def _delta_slices(plan: Plan, kernel: str, more_rows: int = 0) -> tuple[tuple[int, ...], int]:
-    """The grid of a kernel that goes from chunk to chunk, and the rows of the state in each of its programs.
-    `more_rows` are those of the transition."""
-    wide, rows = plan.slices * plan.blocks.bd + more_rows, _slice_rows(plan, kernel)
+def _delta_slices(plan: Plan, kernel: str, transition: bool = False) -> tuple[tuple[int, ...], int]:
+    """The grid of a kernel that goes from chunk to chunk, and the rows of the state in each of its programs. With
+    `transition`, programs for the bm columns of a transition come after those of the state."""
+    wide, rows = plan.slices * plan.blocks.bd, _slice_rows(plan, kernel)
+    if transition:
+        wide, rows = wide + plan.blocks.bm, min(rows, plan.blocks.bm)
     return (plan.sequences * (wide // rows), plan.segments), rows
 
 
@@ -360,7 +362,7 @@ def _delta_boundaries(
     """
     sums = boundary.new_empty(plan.sequences, plan.segments, plan.shape.d, plan.shape.m)
     states, kernel = torch.empty_like(sums), "backward" if reverse else "forward"
-    grid, rows = _delta_slices(plan, kernel, 0 if reverse else plan.blocks.bm)
+    grid, rows = _delta_slices(plan, kernel, transition=not reverse)
     options = plan.options(wy.segment_effects, kernel, REVERSE=reverse)
     arguments = (*by_chunk, sums, transitions, *plan.sizes(plan.segment_length))
     run(wy.segment_effects, grid, arguments, SLICE=rows, **options)

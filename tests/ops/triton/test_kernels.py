@@ -103,10 +103,13 @@ def test_kernels_match_loop_with_time_in_segments(rule: str, kind: str, processo
 
 @pytest.mark.parametrize("rule", sorted(DELTA_RULES))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_delta_kernels_match_loop_in_segments_of_several_slices(rule: str, dtype: torch.dtype, processors: Any) -> None:
-    """Slices of the state's rows, and of its transition's columns."""
-    processors(6)
-    check(rule, {}, dtype, B=1, T=200, H=2, m=40, d=70)
+@pytest.mark.parametrize(("m", "d"), [(40, 70), (5, 70), (70, 5)])
+def test_delta_kernels_match_loop_in_segments_of_several_slices(
+    rule: str, dtype: torch.dtype, m: int, d: int, processors: Any
+) -> None:
+    """Slices of the state's rows, and of its transition's columns, which may be fewer than the rows of a slice."""
+    processors(60)
+    check(rule, {}, dtype, B=1, T=200, H=2, m=m, d=d)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
