@@ -1,6 +1,6 @@
 """How the memory of windows is best spent: a pretrained model whose attention is limited to windows, without training.
 
-Each layout is a window for all layers and, in some, a wider one in the layers with the most prefix matching. Measured
+Each layout is a window for all layers and, in some, a wider one in the layers that look up most. Measured
 are the perplexity of a text, how often the second occurrence of a passage of the text is predicted token by token, and
 the recall probe.
 
@@ -30,7 +30,7 @@ from fastweights.utils.provenance import write_result
 
 SINKS = 4
 # window, wide window
-LAYOUTS = [(124, 0), (60, 508), (124, 508), (252, 0)]
+LAYOUTS = [(60, 0), (124, 0), (60, 508), (124, 508), (252, 0), (508, 0)]
 DISTANCES = (128, 256, 512)
 # Passages of so many tokens, and other text between the two occurrences. The first tokens are not counted.
 PASSAGE, BETWEEN, SKIPPED, PASSAGES = 150, 140, 8, 24

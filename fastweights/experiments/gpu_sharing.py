@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,8 +19,14 @@ import torch
 
 CONTROL = "nvidia-cuda-mps-control"
 FOLDER = "CUDA_MPS_PIPE_DIRECTORY"
-# How long it may take to answer, and to end while processes still use it.
-CONTROL_SECONDS, QUIT_SECONDS = 20, 5
+# How long a program may take, and how long the daemon waits for processes that still use it when it ends.
+PROGRAM_SECONDS, QUIT_SECONDS = 30, 5
+# Exits with 0 if this process can use a GPU. The daemon answers even where its server cannot start.
+USE_GPU = """
+import ctypes, sys
+cuda, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
+sys.exit(cuda.cuInit(0) or cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0))
+"""
 
 
 @contextmanager
@@ -37,14 +44,13 @@ def shared_gpu(processes: int, device: str | None, announce: Callable[[str], Non
     if processes < 2 or device == "cpu" or FOLDER in os.environ or not torch.cuda.is_available():
         yield {}
         return
-    with tempfile.TemporaryDirectory(prefix="fastweights-mps-") as folder:
+    with tempfile.TemporaryDirectory(prefix="fastweights-mps-", ignore_cleanup_errors=True) as folder:
         names = {FOLDER: folder, "CUDA_MPS_LOG_DIRECTORY": folder}
-        if reason := _start(names):
-            announce(f"the runs take turns on the GPU, as NVIDIA's MPS could not be started: {reason}")
-            yield {}
-            return
         try:
-            yield names
+            reason = _start(names)
+            if reason:
+                announce(f"the runs take turns on the GPU, as NVIDIA's MPS could not be started: {reason}")
+            yield {} if reason else names
         finally:
             _control(names, text=f"quit -t {QUIT_SECONDS}")
 
@@ -53,25 +59,37 @@ def _start(names: dict[str, str]) -> str:
     """Start a daemon. Returns why that failed, or nothing."""
     if shutil.which(CONTROL) is None:
         return f"there is no program {CONTROL}"
-    # A daemon answers only if it runs.
-    return _control(names, "-d") or _control(names, text="get_default_active_thread_percentage")
+    return _control(names, "-d") or _run([sys.executable, "-c", USE_GPU], names, os.environ | names)
 
 
 def _control(names: dict[str, str], *arguments: str, text: str = "") -> str:
-    """Call the daemon's program. Returns why that failed, or nothing."""
-    log = Path(names[FOLDER]) / "control.log"
+    """Call the daemon's program. Returns why that failed, or nothing.
+
+    The daemon itself must see all GPUs: it would number those of CUDA_VISIBLE_DEVICES from 0, and the processes, which
+    have that variable, too, would choose among these.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    return _run([CONTROL, *arguments], names, environment | names, text)
+
+
+def _run(command: Sequence[str], names: dict[str, str], environment: Mapping[str, str], text: str = "") -> str:
+    """Run a program. Returns why that failed, or nothing."""
+    output = Path(names[FOLDER]) / "output.txt"
     try:
         # Not into a pipe, which the daemon would hold open.
-        with log.open("w") as output:
+        with output.open("w") as file:
             ended = subprocess.run(
-                [CONTROL, *arguments],
-                env=os.environ | names,
+                command,
+                env=environment,
                 input=f"{text}\n",
-                stdout=output,
+                stdout=file,
                 stderr=subprocess.STDOUT,
                 text=True,
-                timeout=CONTROL_SECONDS,
+                timeout=PROGRAM_SECONDS,
             )
     except (OSError, subprocess.SubprocessError) as error:
         return str(error)
-    return "" if ended.returncode == 0 else log.read_text(errors="replace").strip() or f"exit code {ended.returncode}"
+    if not ended.returncode:
+        return ""
+    printed = output.read_text(errors="replace").strip().splitlines()
+    return printed[-1] if printed else f"{Path(command[0]).name} ended with exit code {ended.returncode}"

@@ -635,3 +635,19 @@ def test_bad_comparisons_are_refused_before_a_run_starts(files: Files, tmp_path:
     assert "are fewer than one row" in error_of(*typed(short, grid, output, *only))
     assert f"--output {grid} cannot be written" in error_of(*typed(files, grid, grid, *only))
     assert not any((output / "runs").iterdir())
+
+
+def test_processes_of_a_comparison_get_the_variables_for_sharing_the_gpu(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grid = write_grid(tmp_path, {"one": {"rule": "decay"}}, make_recipe((FINETUNE[0] | {"tokens": STEP},)))
+    seen = []
+
+    def launch(arguments: list[str], log: Any, lock: Any, threads: int, environment: Any) -> Any:
+        seen.append(environment["SHARES"])
+        return launch_from_server(arguments, log, lock, threads, environment)
+
+    monkeypatch.setattr(runner, "shared_gpu", lambda *_: nullcontext({"SHARES": "the GPU"}))
+    monkeypatch.setattr(runner, "launch", launch)
+    succeed(*typed(files, grid, tmp_path / "out", "--test", files.validation))
+    assert seen == ["the GPU"] * 2, "training and measuring"

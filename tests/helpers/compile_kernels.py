@@ -58,7 +58,7 @@ def compile_only(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], **op
 def compile_rule(rule: str) -> None:
     print(f"rule {rule}")
     cases = [(None, 20, torch.bfloat16), (torch.ones(1, 300, dtype=torch.bool), 20, torch.bfloat16)]
-    for flags, m, dtype in [*cases, (None, 42, torch.float32)]:
+    for flags, m, dtype in [*cases, (None, 42, torch.float32), (None, 128, torch.bfloat16)]:
         inputs = op_inputs(rule, B=1, T=300, H=1, m=m, d=40, dtype=dtype)
         inputs["state"] = inputs["state"].float()
         leaves = {name: x.requires_grad_() for name, x in inputs.items()}

@@ -66,6 +66,22 @@ MUTATIONS = [
         "gated_delta",
     ),
     Mutation(
+        "all chunks are treated as the first one is",
+        "triton/wy",
+        r"tl\.load\(splits \+ n\)",
+        "tl.load(splits)",
+        (KERNELS,),
+        "gated_delta",
+    ),
+    Mutation(
+        "a segment's transition is left out of the scan",
+        "triton/wy",
+        r"S = matmul\(transition, S, tl\.float32, \"tf32x3\"\)",
+        "S = 1.0 * S",
+        (KERNELS,),
+        "delta",
+    ),
+    Mutation(
         "a kernel reads padding", "triton/primitives", r"in_range & \(\(flag & PAD\) == 0\)", "in_range", (KERNELS,)
     ),
     Mutation(

@@ -411,7 +411,7 @@ def scan_segments(
     offsets, in_state = di[None, :] * m + mi[:, None], (di < d)[None, :] & (mi < m)[:, None]
     square = mi[:, None] * BM + mi[None, :]
     S = tl.load(boundary + head * d * m + offsets, mask=in_state, other=0.0)
-    for n in range(segments - 1):
+    for n in tl.range(segments - 1, num_stages=1):  # a pipeline would hold two transitions in shared memory
         at = head * segments + (segments - 1 - n if REVERSE else n)
         tl.store(states + at * d * m + offsets, S, mask=in_state)
         transition = tl.load(transitions + at * BM * BM + (tl.trans(square) if REVERSE else square))

@@ -65,7 +65,17 @@ def processors(monkeypatch: pytest.MonkeyPatch) -> Any:
 def check(
     rule: str, flags: dict[str, Any], dtype: torch.dtype = torch.float32, normalize: bool = False, **sizes: Any
 ) -> None:
-    inputs = {name: x.to(dtype) for name, x in op_inputs(rule, normalize=normalize, **sizes).items()}
+    check_inputs(rule, op_inputs(rule, normalize=normalize, **sizes), flags, dtype, normalize)
+
+
+def check_inputs(
+    rule: str,
+    inputs: dict[str, torch.Tensor],
+    flags: dict[str, Any],
+    dtype: torch.dtype = torch.float32,
+    normalize: bool = False,
+) -> None:
+    inputs = {name: x.to(dtype) for name, x in inputs.items()}
     if "state" in inputs:
         inputs["state"] = inputs["state"].float()
     truth = {name: x.double() for name, x in inputs.items()}
@@ -162,6 +172,16 @@ def test_nan_gate_gives_nan_output(rule: str, gate: str) -> None:
 @pytest.mark.parametrize("rule", ["gated", "decay", "gated_delta"])
 def test_kernels_match_loop_with_extreme_gates(rule: str, low: float, high: float) -> None:
     check(rule, {}, T=50, H=1, m=4, d=5, low=low, high=high)
+
+
+@pytest.mark.parametrize("kind", ["none", "reset"])
+def test_chunks_with_small_gates_stand_beside_others(kind: str) -> None:
+    """A chunk of 32 tokens whose gates are too small for one pass over its pairs is left to a second launch: here the
+    second of the first head, because of one column, and the first of the second head."""
+    inputs = op_inputs("gated_delta", B=1, T=100, H=2, m=4, d=5)
+    inputs["f_logit"][:, 32:64, 0, 2] = -10.0
+    inputs["f_logit"][:, :32, 1] = -10.0
+    check_inputs("gated_delta", inputs, op_flags(kind, 1, 100) if kind != "none" else {})
 
 
 @every_rule
@@ -261,8 +281,9 @@ def test_compiled_kernel_is_looked_up_once() -> None:
 
 def test_kernel_constants_are_last_arguments() -> None:
     """launch.run gives a compiled kernel its arguments first, then what it is specialised for."""
-    every = (tiled.forward, tiled.backward, tiled.segment_sums, tiled.scan_segments)
-    for kernel in (*every, wy.prepare, wy.forward, wy.backward, wy.gradients):
+    every: tuple[Any, ...] = (tiled.forward, tiled.backward, tiled.segment_sums, tiled.scan_segments)
+    every += (wy.prepare, wy.forward, wy.backward, wy.gradients, wy.segment_effects, wy.scan_segments)
+    for kernel in every:
         constant = [name.isupper() for name in kernel.arg_names]
         assert constant == sorted(constant) and any(constant)
         numbers = kernel.arg_names[kernel.arg_names.index("length" if "length" in kernel.arg_names else "segments") :]
