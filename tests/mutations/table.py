@@ -68,8 +68,8 @@ MUTATIONS = [
     Mutation(
         "all chunks are treated as the first one is",
         "triton/wy",
-        r"tl\.load\(splits \+ n\)",
-        "tl.load(splits)",
+        r"\(tl\.load\(splits \+ n\) != 0\)",
+        "(tl.load(splits) != 0)",
         (KERNELS,),
         "gated_delta",
     ),

@@ -112,14 +112,16 @@ def test_kernels_match_loop_with_time_in_segments(rule: str, kind: str, processo
 
 
 @pytest.mark.parametrize("rule", sorted(DELTA_RULES))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("m", "d"), [(40, 70), (5, 70), (70, 5)])
+@pytest.mark.parametrize(
+    ("dtype", "m", "d"),
+    [(torch.bfloat16, 40, 70), (torch.float32, 5, 70), (torch.bfloat16, 5, 70), (torch.float32, 70, 5)],
+)
 def test_delta_kernels_match_loop_in_segments_of_several_slices(
     rule: str, dtype: torch.dtype, m: int, d: int, processors: Any
 ) -> None:
     """Slices of the state's rows, and of its transition's columns, which may be fewer than the rows of a slice."""
     processors(60)
-    check(rule, {}, dtype, B=1, T=200, H=2, m=m, d=d)
+    check(rule, {}, dtype, B=1, T=135, H=1, m=m, d=d)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
