@@ -24,7 +24,7 @@ from fastweights.model_paths import CONFIG, GGUF
 from fastweights.utils.files import remove_leftovers, temporary_name
 
 
-class BaseModel:
+class ComparisonBase:
     """The model that the runs of a comparison convert. It is loaded once.
 
     Used as a context, it keeps other comparisons in the same folder from deleting the copy.
@@ -82,7 +82,7 @@ class BaseModel:
                 shutil.rmtree(renamed)
             folder.parent.rmdir()
 
-    def __enter__(self) -> BaseModel:
+    def __enter__(self) -> ComparisonBase:
         if self._copy is not None:
             self._lock = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
             with suppress(OSError):

@@ -21,7 +21,7 @@ from typing import Any
 
 from fastweights.config import FastWeightsConfig
 from fastweights.conversion import convert
-from fastweights.experiments.base_model import BaseModel
+from fastweights.experiments.base_model import ComparisonBase
 from fastweights.experiments.grid import GridError, Variant, result_file
 from fastweights.loading import save
 from fastweights.results import ResultError, TrainingResult
@@ -147,7 +147,7 @@ class Job:
         """Whether the training is over. The tests may not have been measured yet."""
         return self.result.is_file() or (self.training / saved.RESULT).is_file()
 
-    def prepare(self, base: BaseModel, memory_share: float, announce: Callable[[str], None]) -> None:
+    def prepare(self, base: ComparisonBase, memory_share: float, announce: Callable[[str], None]) -> None:
         """Make `training` ready for `fastweights train --resume`, which starts the run or resumes it.
 
         Only a run that never had a checkpoint starts anew. One that lost them is refused by `--resume`.
@@ -173,7 +173,7 @@ class Job:
             config = replace(self.config, **self._models(base), memory_share=memory_share)
             saved.write_run(self.training, config.to_dict(), checkpointed=not starts)
 
-    def _models(self, base: BaseModel) -> dict[str, Any]:
+    def _models(self, base: ComparisonBase) -> dict[str, Any]:
         """Where the training process loads its model and its teacher from."""
         if self.variant.config is None:
             return {"model": base.quick_source()}
@@ -181,7 +181,7 @@ class Job:
         # By default the teacher is the model that the converted one names.
         return {"model": str(self.converted), "teacher": None if source == base.source else source}
 
-    def _start_over(self, base: BaseModel) -> None:
+    def _start_over(self, base: ComparisonBase) -> None:
         """Delete what a run without a checkpoint left, but for the lock, and prepare a new one."""
         left = [path for path in self.training.iterdir() if path.name not in (saved.LOCK, saved.RUN)]
         # run.json last: it says that there was no checkpoint

@@ -23,7 +23,7 @@ from fastweights.data.batches import validation_rows
 from fastweights.data.encoding import usable_cores
 from fastweights.data.readers import DataError, read_text
 from fastweights.data.token_files import check_vocabulary, prepare
-from fastweights.experiments.base_model import BaseModel
+from fastweights.experiments.base_model import ComparisonBase
 from fastweights.experiments.gpu_sharing import shared_gpu
 from fastweights.experiments.grid import GridError, Variant
 from fastweights.experiments.job import Job, Setup
@@ -122,7 +122,7 @@ def compare(variants: Sequence[Variant], setup: Setup, at_once: int = 1, minutes
     waiting = [job for job in jobs if not job.result.is_file()]
     _make_folders(setup.folder)
     display = RunsDisplay(Console(stderr=True))
-    with BaseModel(setup.model, setup.folder) as base:
+    with ComparisonBase(setup.model, setup.folder) as base:
         if waiting:
             _prepare(setup, base, waiting)
         if len(waiting) < len(jobs):
@@ -144,7 +144,7 @@ def _make_folders(folder: Path) -> None:
         raise GridError(Argument("output"), reason) from error
 
 
-def _prepare(setup: Setup, base: BaseModel, jobs: Sequence[Job]) -> None:
+def _prepare(setup: Setup, base: ComparisonBase, jobs: Sequence[Job]) -> None:
     """Check what the processes will be given, and tokenize it once for all of them."""
     tokenizer = require_tokenizer(base.tokenizer, setup.model)
     if isinstance(base.model, FastWeightsMixin):
@@ -177,7 +177,7 @@ class _Runner:
     """Starts processes, a few at once, until all jobs have had one or a signal comes."""
 
     def __init__(
-        self, jobs: Sequence[Job], base: BaseModel, at_once: int, device: str | None, display: RunsDisplay
+        self, jobs: Sequence[Job], base: ComparisonBase, at_once: int, device: str | None, display: RunsDisplay
     ) -> None:
         self.device = device
         self.waiting, self.at_once, self.display = list(jobs), max(1, min(at_once, len(jobs))), display

@@ -21,7 +21,6 @@ from helpers.training import (
     STEP,
     Files,
     Program,
-    launch_from_server,
     lines_in,
     log_of,
     make_recipe,
@@ -35,8 +34,8 @@ from helpers.training import (
 from fastweights.config import FastWeightsConfig
 from fastweights.conversion import convert
 from fastweights.data.token_files import _tokenizer_fingerprint
-from fastweights.experiments import base_model, runner
-from fastweights.experiments.base_model import BaseModel
+from fastweights.experiments import base_model
+from fastweights.experiments.base_model import ComparisonBase
 from fastweights.experiments.grid import Variant
 from fastweights.experiments.job import Job, Setup
 from fastweights.loading import load, load_tokenizer, save
@@ -49,13 +48,6 @@ RUNS: dict[str, Any] = {
     "decay": {"rule": "decay", "gate_init": "log"},
     "plain": {"rule": "add", "recipe": "finetune.yaml"},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_processes() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "launch", launch_from_server)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +85,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_conversion_leaves_the_tensors_that_it_shares(tmp_path: Path, family: str) -> None:
     """Conversions of such a model are those of one of their own."""
-    base = BaseModel(str(save_base(tmp_path / family, family)), tmp_path)
+    base = ComparisonBase(str(save_base(tmp_path / family, family)), tmp_path)
     before = {name: x.clone() for name, x in base.model.state_dict().items()}
     config = FastWeightsConfig(rule="gated_delta", m=4, window=3, wide_window=6, sinks=1, mix="token")
     for _ in range(2):
@@ -105,7 +97,7 @@ def test_conversion_leaves_the_tensors_that_it_shares(tmp_path: Path, family: st
 
 def test_base_is_loaded_once_and_stays_as_it_was(files: Files, tmp_path: Path, loaded: list[str]) -> None:
     folder = str(files.folder / "base")
-    setup, base = Setup(tmp_path, folder, str(files.data), str(files.validation)), BaseModel(folder, tmp_path)
+    setup, base = Setup(tmp_path, folder, str(files.data), str(files.validation)), ComparisonBase(folder, tmp_path)
     before = {name: x.clone() for name, x in base.model.state_dict().items()}
     for name, rule in (("one", "decay"), ("two", "delta")):
         job = Job(setup, Variant(name, name, make_recipe(), FastWeightsConfig(rule=rule, m=4)))
@@ -126,7 +118,7 @@ def test_base_is_loaded_once_and_stays_as_it_was(files: Files, tmp_path: Path, l
 def test_copy_is_the_model_of_the_file(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
     path = tmp_path / "tiny.gguf"
     write_tiny_llama(path, {"model": kind, "add_bos_token": True})
-    copy = BaseModel(str(path), tmp_path).quick_source()
+    copy = ComparisonBase(str(path), tmp_path).quick_source()
     assert Path(copy).name == path.name and Path(copy).is_dir()
     found, expected = load(copy, dtype=dtype), load(path, dtype=dtype)
     ours, theirs = found.state_dict(), expected.state_dict()
@@ -175,7 +167,7 @@ def test_copy_is_deleted_when_all_runs_are_done(files: Files, tmp_path: Path) ->
     command = typed(files, write_runs(tmp_path / "grid"), tmp_path / "out")
     succeed(*command, "--only", "plain")
     assert not (tmp_path / "out/base").exists(), "a run without a teacher needs no copy"
-    base = BaseModel(str(files.base), tmp_path / "out")
+    base = ComparisonBase(str(files.base), tmp_path / "out")
     with base:  # another comparison in this folder
         succeed(*command, "--only", "decay")
         assert copies_in(tmp_path / "out")
@@ -196,14 +188,14 @@ def test_only_the_copy_is_deleted(files: Files, tmp_path: Path) -> None:
 def test_replaced_file_is_copied_anew(files: Files, tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     shutil.copy(files.base, path)
-    before = BaseModel(str(path), tmp_path).quick_source()
+    before = ComparisonBase(str(path), tmp_path).quick_source()
     os.utime(path, (1, 1))
-    after = BaseModel(str(path), tmp_path).quick_source()
+    after = ComparisonBase(str(path), tmp_path).quick_source()
     assert before != after and Path(after).is_dir()
 
 
 def test_interrupted_copy_is_made_again(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    base = BaseModel(str(files.base), tmp_path)
+    base = ComparisonBase(str(files.base), tmp_path)
 
     def stop(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt

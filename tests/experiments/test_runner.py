@@ -37,7 +37,7 @@ from fastweights.config import FastWeightsConfig
 from fastweights.evaluation.perplexity import perplexity
 from fastweights.evaluation.recall import ordinary_tokens, recall_probe
 from fastweights.experiments import runner
-from fastweights.experiments.base_model import BaseModel
+from fastweights.experiments.base_model import ComparisonBase
 from fastweights.experiments.grid import GridError, Variant
 from fastweights.experiments.job import Job, Setup
 from fastweights.loading import load, load_tokenizer
@@ -57,13 +57,6 @@ RUNS: dict[str, Any] = {
     "decay": {"rule": "decay", "gate_init": "log", "cell": PAPER_CELL},
     "wild": {"rule": "add", "set": {"finetune.learning_rate": 1e6}},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_processes() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "launch", launch_from_server)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -220,7 +213,7 @@ def test_base_is_needed_by_conversions_that_have_not_begun(files: Files, tmp_pat
     assert converting.needs_base()
     assert not Job(setup, Variant("base", "base", make_recipe(FINETUNE))).needs_base()
     converting.folder.mkdir(parents=True)
-    converting.prepare(BaseModel(setup.model, setup.folder), 1.0, pytest.fail)
+    converting.prepare(ComparisonBase(setup.model, setup.folder), 1.0, pytest.fail)
     assert converting.needs_base(), "it has no checkpoint yet, and would start over"
     (converting.training / checkpoint.RESULT).write_text("{}")
     assert not converting.needs_base()
@@ -238,7 +231,7 @@ def test_a_resumed_run_gets_the_memory_share_of_now(files: Files, tmp_path: Path
     setup = Setup(tmp_path, str(files.base), str(files.data), str(files.validation), device="cpu")
     job = Job(setup, Variant("one", "one", make_recipe(FINETUNE)))
     job.folder.mkdir(parents=True)
-    base = BaseModel(setup.model, setup.folder)
+    base = ComparisonBase(setup.model, setup.folder)
     job.prepare(base, 1.0, pytest.fail)
     (job.training / checkpoint.LAST).mkdir(parents=True)
     (job.training / checkpoint.LAST / checkpoint.PROGRESS).write_text("{}")

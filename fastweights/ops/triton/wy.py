@@ -13,9 +13,11 @@ So there are four kernels, and the two that go from chunk to chunk consist of a 
     forward     chunk by chunk: U, Y and the states
     backward    chunk by chunk, from the last: dU and the gradients of the states
     gradients   all chunks in parallel: the gradients of queries, keys, values and gates
-Few long sequences do not fill a GPU chunk by chunk. Their time is cut into segments: U_0 - W S_0^T makes S_end linear
-in S_0, so segment_effects computes the matrix and the sum of each segment, all in parallel, scan_segments the states
-between them, and then forward and backward go through all segments at the same time.
+Few long sequences do not fill a GPU chunk by chunk, so their time is cut into segments. The end state of a segment is
+linear in its start state: S_end = transition S_start + sum. Two more kernels use this:
+    segment_effects   all segments in parallel: the transitions and the sums
+    scan_segments     segment by segment: the states between them
+Then forward and backward go through all segments at the same time.
 
 Products of pairs of tokens have the gates between the two: q_t k_s F_t/F_s. F alone would leave float32's range, so
 both tokens are scaled relative to a reference point. One pass over all pairs is enough if the gates of a chunk allow
@@ -43,6 +45,7 @@ Shapes in a program: tokens t [CHUNK]   q, k, f [CHUNK,BM]   v, u [CHUNK,BD]   s
 In memory, N counts the chunks of all heads, and D is d padded to a multiple of BD:
     w, k_end, q_start [N,CHUNK,BM]   u, du [N,CHUNK,D]   scores, inverses [N,CHUNK,CHUNK]   decays [N,BM]
     states, dstates [N,BM,D]: at the start and at the end of each chunk
+    splits [N] int8: 1 for the chunks of the second launch   transitions [B*H,segments,BM,BM]
 They are padded so that loads need no masks.
 """
 
